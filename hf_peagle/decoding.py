@@ -1,0 +1,326 @@
+"""
+The decoding loop: prefill, then rounds of draft, verify, accept, commit.
+
+`peagle_decode` has the signature of `GenerationMixin._assisted_decoding`, so that `generate()` prepares everything
+(configuration, processors, criteria, masks, cache) exactly as for plain decoding and only the loop differs.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from .compatibility import check_pair, plain_decoding_reason
+from .drafting import DraftState, align_left
+from .features import FeatureCapture
+from .recording import Recorder
+from .speculation import affordable_draft_length, requested_draft_length
+from .stats import SpeculationStats, Stopwatch, publish
+from .stopping import Stopping
+from .target_state import TargetState
+from .verification import (
+    Drafts,
+    accept_greedy,
+    accept_sampled,
+    is_position_independent,
+    process_block,
+    score_warpers,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def peagle_decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    inputs_tensor: torch.Tensor | None = None,
+    assistant_model: Any = None,
+    assistant_tokenizer: Any = None,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """
+    Greedy decoding or sampling of `model` with drafts from the P-EAGLE head `assistant_model`. The arguments are those
+    of `GenerationMixin._assisted_decoding`; the result is what `model` alone would return.
+
+    Raises:
+        ValueError: the head does not fit the target, or the target or its cache cannot be rolled back.
+    """
+    check_pair(model, assistant_model, generation_config, model_kwargs)
+    if reason := plain_decoding_reason(synced_gpus):
+        logger.warning("P-EAGLE drafting is off for this call: %s. Decoding without drafts.", reason)
+        return model._sample(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+    capture = FeatureCapture(
+        model,
+        assistant_model.config.target_layer_ids,
+        all_states=bool(generation_config.output_hidden_states),
+        chunked_prefill=generation_config.prefill_chunk_size is not None,
+    )
+    with capture.active():
+        call = _Call(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            assistant_model,
+            capture,
+            model_kwargs,
+        )
+        call.prefill()
+        with call.target.decoding():
+            while not call.is_done:
+                call.round()
+    return call.finish()
+
+
+class _Call:
+    """State of one generate() call. Nothing of it stays on the target or the head."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any,
+        head: Any,
+        capture: FeatureCapture,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.clock = Stopwatch(model.device)
+        self.stats = SpeculationStats()
+        self.config = generation_config
+        self.processors = logits_processor
+        self.streamer = streamer
+        self.capture = capture
+        self.device = input_ids.device
+        self.batch_size, self.prompt_width = input_ids.shape
+        self.stopping = Stopping(stopping_criteria, generation_config.max_length)
+        self.draft_length = requested_draft_length(generation_config, head.config)
+        self.prompt_embeds = model_kwargs.get("inputs_embeds") is not None
+        self.target = TargetState(model, input_ids, generation_config, model_kwargs, capture)
+        warpers = None
+        if generation_config.do_sample and head.config.draft_sampling == "probabilistic":
+            warpers = score_warpers(logits_processor)
+        self.drafter = DraftState(head, model, self.batch_size, warpers)
+        self.recorder = Recorder(generation_config, self.batch_size)
+        # Committed tokens of every row, then room for drafts; never re-allocated.
+        room = max(self.stopping.max_length, self.prompt_width + 1) + self.draft_length + 1
+        self.tokens = input_ids.new_zeros(self.batch_size, room)
+        self.tokens[:, : self.prompt_width] = input_ids
+        self.lengths = [self.prompt_width] * self.batch_size
+        self.finished = [False] * self.batch_size
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        self.pad_id = int(pad) if pad is not None else 0
+        self.processors_run_ahead = is_position_independent(logits_processor)
+        self.advance_together = False  # settled after the prefill, when the cache's layers are known
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every row is finished."""
+        return all(self.finished)
+
+    @property
+    def together(self) -> bool:
+        """
+        Whether the rows of the batch advance by the same number of tokens, position by position, as in plain decoding.
+
+        That is how processors, criteria and streamers that we cannot judge row by row see exactly the calls they
+        would see without drafts.
+        """
+        if not self.processors_run_ahead or not self.stopping.row_wise:
+            return True
+        if self.batch_size == 1:
+            return False
+        finished_rows_go_on = bool(self.stopping.asked) and not self.stopping.has_eos
+        return self.streamer is not None or finished_rows_go_on or not self.target.can_move_rows
+
+    # ------------------------------------------------------------------ rounds
+
+    def prefill(self) -> None:
+        """Runs the prompt and commits the first token."""
+        with self.clock.section("prefill"):
+            outputs = self.target.prefill()
+            features = self.capture.take(outputs, self.drafter.head.device)
+        self.stats.target_forwards += 1
+        self.advance_together = self.together
+        self.recorder.prefill(outputs)
+        logits = outputs.logits[:, -1:].to(torch.float32, copy=True).to(self.device)
+        del outputs
+        counts = self._commit(logits, Drafts(self.tokens[:, :0]))
+        self._feed_prompt(features, counts)
+
+    def round(self) -> None:
+        """One round: draft, verify, accept, commit."""
+        remaining = max(
+            self.stopping.max_length - n for n, done in zip(self.lengths, self.finished, strict=True) if not done
+        )
+        length = affordable_draft_length(self.draft_length, remaining)
+        drafts = Drafts(self.tokens[:, :0])
+        if length > 0:
+            with self.clock.section("draft"):
+                drafts = self.drafter.propose(length)
+                drafts.tokens = drafts.tokens.to(self.device)
+            self.stats.draft_forwards += 1
+        columns = torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(length, device=self.device)
+        self.tokens.scatter_(1, columns, drafts.tokens)
+        pending = self.tokens.gather(1, torch.tensor(self.lengths, device=self.device)[:, None] - 1)
+        with self.clock.section("verify"):
+            outputs = self.target.verify(torch.cat([pending, drafts.tokens], dim=1))
+            features = self.capture.take(outputs, self.drafter.head.device)
+        self.stats.target_forwards += 1
+        q = length + 1
+        logits = outputs.logits[:, -q:].to(torch.float32, copy=True).to(self.device)
+        counts = self._commit(logits, drafts, outputs)
+        del outputs
+        start = [n - count for n, count in zip(self.lengths, counts, strict=True)]
+        self.target.keep(self._columns_to_keep(counts), q)
+        longest = max(counts)
+        rows = torch.tensor(start, device=self.device)[:, None] + torch.arange(longest, device=self.device)
+        self.drafter.feed(self.tokens.gather(1, rows), features[:, :longest], counts)
+
+    def _columns_to_keep(self, counts: list[int]) -> list[int]:
+        """A finished row needs no more columns, unless rows move together."""
+        return [max(counts)] * self.batch_size if self.advance_together else counts
+
+    def _feed_prompt(self, features: torch.Tensor, counts: list[int]) -> None:
+        """Slot j pairs the feature at j with the token at j + 1: the prompt shifted by one, then the first new token."""
+        n = features.shape[1]
+        ids = self.tokens[:, : self.prompt_width + 1]
+        if self.prompt_embeds and ids.shape[1] <= n:
+            # A prompt of embeddings has no ids for its slots; only the last one is followed by a known token.
+            n = ids.shape[1] - 1 if ids.shape[1] > 1 else 1
+            features = features[:, -n:]
+        slots = ids[:, -n:]
+        if self.target.mask is None:
+            self.drafter.feed(slots, features, [n] * self.batch_size)
+            return
+        valid = self.target.mask[:, -n:].bool().to(features.device)
+        slots, features = align_left(valid, slots.to(features.device), features)
+        self.drafter.feed(slots, features, valid.sum(dim=1).tolist())
+
+    # ------------------------------------------------------------------ accepting
+
+    def _commit(self, logits: torch.Tensor, drafts: Drafts, outputs: Any = None) -> list[int]:
+        """Accepts drafts, writes the committed tokens, and returns how many each row got (0 for a finished row)."""
+        before = list(self.lengths)
+        was_finished = list(self.finished)
+        if self.advance_together:
+            counts = self._commit_together(logits, drafts)
+        else:
+            counts = self._commit_rows(logits, drafts)
+        for b, count in enumerate(counts):
+            if was_finished[b] and (self.stopping.has_eos or not self.advance_together):
+                continue
+            if outputs is not None:
+                self.stats.rounds.append((drafts.length, count - 1))
+                self.recorder.forward(b, count, outputs, self.target, drafts.length + 1)
+            self.stats.generated_tokens += count
+        if self.streamer is not None and (run := max(counts)):
+            self.streamer.put(self.tokens[:, before[0] : before[0] + run].cpu())
+        return counts
+
+    def _commit_rows(self, logits: torch.Tensor, drafts: Drafts) -> list[int]:
+        """All positions judged at once on the device, one read, then every row on its own."""
+        scores = process_block(self.processors, self.tokens, self.lengths, logits)
+        accept = accept_sampled if self.config.do_sample else accept_greedy
+        accepted, tokens = accept(scores, drafts)
+        report = torch.cat([accepted[:, None], tokens], dim=1).tolist()
+        self.stats.host_reads += 1
+        columns = torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(
+            tokens.shape[1], device=self.device
+        )
+        self.tokens.scatter_(1, columns, tokens)
+        counts = []
+        for b, (n, *run) in enumerate(report):
+            if self.finished[b]:
+                counts.append(0)
+                continue
+            count, self.finished[b] = self.stopping.cut(self.tokens[b], self.lengths[b], run[: n + 1])
+            self.recorder.tokens(b, count, scores[b], logits[b])
+            self.lengths[b] += count
+            counts.append(count)
+        return counts
+
+    def _commit_together(self, logits: torch.Tensor, drafts: Drafts) -> list[int]:
+        """
+        Position by position, with the very calls of plain decoding: processors and criteria see every prefix once and
+        only prefixes that are really generated. Stops at the first position where an unfinished row leaves its draft.
+        """
+        start = self.lengths[0]
+        count = 0
+        while True:
+            end = start + count
+            scores = self.processors(self.tokens[:, :end], logits[:, count])
+            one = _at(drafts, count)
+            accept = accept_sampled if self.config.do_sample else accept_greedy
+            # Two rows of scores for the one draft: what follows it is not known to be needed yet.
+            accepted, tokens = accept(scores[:, None].expand(-1, one.length + 1, -1), one)
+            tokens = tokens[:, 0]
+            done = torch.tensor(self.finished, device=self.device)
+            if self.stopping.has_eos:
+                tokens = torch.where(done, self.pad_id, tokens)
+            self.tokens[:, end] = tokens
+            for b in range(self.batch_size):
+                if not self.finished[b] or not self.stopping.has_eos:
+                    self.recorder.tokens(b, 1, scores[b : b + 1], logits[b, count : count + 1])
+            count += 1
+            ended = done | self.stopping.criteria(self.tokens[:, : end + 1], self.recorder.scores_so_far())
+            agrees = (accepted > 0) | ended if one.length else torch.zeros_like(ended)
+            report = torch.stack([ended, agrees]).tolist()
+            self.stats.host_reads += 1
+            self.finished = [bool(x) for x in report[0]]
+            self.lengths = [end + 1] * self.batch_size
+            if self.is_done or not all(report[1]):
+                return [count] * self.batch_size
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Pads short rows, leaves the cache as plain decoding does, and builds the output."""
+        width = max(self.lengths)
+        columns = torch.arange(width, device=self.device)
+        ends = torch.tensor(self.lengths, device=self.device)[:, None]
+        sequences = torch.where(columns < ends, self.tokens[:, :width], self.pad_id)
+        if self.streamer is not None:
+            self.streamer.end()
+        if not self.advance_together and self.batch_size > 1:
+            self.target.restore_layout(width - self.prompt_width)
+        self.stats.seconds = self.clock.totals()
+        publish(self.stats)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        output = GenerateDecoderOnlyOutput(
+            sequences=sequences, **{self.target.cache_name: self.target.cache}, **self.recorder.result()
+        )
+        output.speculation = self.stats
+        return output
+
+
+def _at(drafts: Drafts, position: int) -> Drafts:
+    """The draft at one position alone; none beyond the last."""
+    here = slice(position, position + 1)
+    if drafts.probabilities is None or drafts.columns is None:
+        return Drafts(drafts.tokens[:, here])
+    return Drafts(drafts.tokens[:, here], drafts.probabilities[:, here], drafts.columns[:, here], drafts.token_ids)

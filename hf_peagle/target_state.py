@@ -1,0 +1,183 @@
+"""The target's side of one call: its cache, attention mask and positions, the passes over it, and rolling it back."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .features import FeatureCapture
+
+# transformers renamed the keyword in 5.24; older releases know the second name only.
+CACHE_NAMES = ("cache", "past_key_values")
+# Rows of a batch that accept different numbers of tokens need their cached columns moved; these layers we can move.
+MOVABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def find_cache(model_kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """The name under which this transformers passes the cache, and the cache (or `None`)."""
+    for name in CACHE_NAMES:
+        if model_kwargs.get(name) is not None:
+            return name, model_kwargs[name]
+    return CACHE_NAMES[0], None
+
+
+class TargetState:
+    """
+    Columns of the cache are physical places; every row of the batch is kept contiguous and aligned at the right, with
+    masked columns on its left. That is how left-padded prompts start, and `keep` restores it after each round by moving
+    rows that accepted fewer tokens, so attention masks, sliding windows and positions stay those of plain decoding.
+
+    Attributes:
+        width (`int`): columns in the cache.
+        starts (`list[int]`): first column of every row.
+        next_position (`torch.Tensor`, *optional*): `[..., batch, 1]` position of the next token.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        capture: FeatureCapture,
+    ) -> None:
+        self.model = model
+        self.capture = capture
+        self.generation_config = generation_config
+        self.input_ids = input_ids
+        self.batch_size = input_ids.shape[0]
+        self.kwargs = dict(model_kwargs)
+        self.cache_name, self.cache = find_cache(model_kwargs)
+        self.device = model.device
+        self.mask: torch.Tensor | None = None
+        self.next_position: torch.Tensor | None = None
+        self.width = 0
+        self.starts: list[int] = [0] * self.batch_size
+        self.first_starts: list[int] = []
+        self.prompt_columns = 0
+
+    @property
+    def can_move_rows(self) -> bool:
+        """Whether rows may accept different numbers of tokens. Otherwise they advance together."""
+        layers = getattr(self.cache, "layers", [])
+        offloads = getattr(self.cache, "offloading", False)
+        return (
+            type(self.cache) is DynamicCache
+            and not offloads
+            and all(type(layer) in MOVABLE_LAYERS for layer in layers)
+            and (self.next_position is None or self.next_position.dim() == 2)
+        )
+
+    # ------------------------------------------------------------------ passes
+
+    def prefill(self) -> Any:
+        """Runs the prompt as plain decoding does and returns the model's outputs for its (new) rows."""
+        kwargs = {**self.kwargs, **self.capture.forward_kwargs}
+        outputs = self.model._prefill(self.input_ids, self.generation_config, kwargs)
+        _, self.cache = find_cache(outputs)
+        self.width = int(self.cache.get_seq_length())
+        self.mask = self.kwargs.pop("attention_mask", None)
+        if self.mask is not None:
+            self.mask = self.mask[:, -self.width :]
+            self.starts = _first_ones(self.mask)
+        self.first_starts = list(self.starts)
+        self.prompt_columns = self.width
+        position_ids = self.kwargs.pop("position_ids", None)
+        if position_ids is not None:
+            self.next_position = position_ids[..., -1:] + 1
+        self.kwargs.pop("inputs_embeds", None)
+        for name in CACHE_NAMES:
+            self.kwargs.pop(name, None)
+        # Sliding layers drop what left the window unless told to keep it until `crop`; after the prefill, as
+        # before it they would keep the whole prompt.
+        self.cache.activate_past_recording()
+        return outputs
+
+    def verify(self, tokens: torch.Tensor) -> Any:
+        """
+        One pass over `tokens` (`[batch, q]`: every row's last committed token and its drafts); logits for all q rows.
+        """
+        q = tokens.shape[1]
+        kwargs = {**self.kwargs, self.cache_name: self.cache, "use_cache": True}
+        if self.mask is not None:
+            kwargs["attention_mask"] = torch.cat([self.mask, self.mask.new_ones(self.batch_size, q)], dim=1)
+        if self.next_position is not None:
+            kwargs["position_ids"] = self.next_position + torch.arange(q, device=self.next_position.device)
+        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+            if (types := kwargs.get(name)) is not None:
+                last = types[..., -1:] if name == "token_type_ids" else torch.zeros_like(types[..., -1:])
+                kwargs[name] = last.expand(*last.shape[:-1], q)
+        inputs = self.model.prepare_inputs_for_generation(
+            tokens, next_sequence_length=q, is_first_iteration=False, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = q
+        inputs.update(self.capture.forward_kwargs)
+        return self.model(**inputs, return_dict=True)
+
+    def decoding(self) -> contextlib.AbstractContextManager[None]:
+        """transformers' own switch of expert kernels for small passes."""
+        return self.model._optimize_model_for_decode()
+
+    # ------------------------------------------------------------------ rolling back
+
+    def keep(self, counts: list[int], q: int) -> None:
+        """Of the `q` columns that `verify` appended, keeps the first `counts[b]` of every row."""
+        most = max(counts)
+        if min(counts) == most:
+            # Called for 0 too: it lets sliding layers forget what they recorded.
+            self.cache.crop(-(q - most))
+            if self.mask is not None:
+                self.mask = torch.cat([self.mask, self.mask.new_ones(self.batch_size, most)], dim=1)
+            self.width += most
+            if self.next_position is not None:
+                self.next_position = self.next_position + most
+            return
+        extents = [self.width - start + count for start, count in zip(self.starts, counts, strict=True)]
+        shifts = [self.width + count - max(extents) for count in counts]
+        self._move_rows(shifts, max(extents), q, counts)
+        if self.next_position is not None:
+            self.next_position = self.next_position + torch.tensor(counts, device=self.next_position.device)[:, None]
+
+    def restore_layout(self, generated: int) -> None:
+        """Puts every row back to the column where plain decoding has it after `generated` tokens of the longest row."""
+        width = self.prompt_columns + generated - 1  # the last token was never fed
+        if self.starts != self.first_starts or self.width != width:
+            shifts = [now - first for now, first in zip(self.starts, self.first_starts, strict=True)]
+            self._move_rows(shifts, width, 0, [0] * self.batch_size)
+
+    def _move_rows(self, shifts: list[int], width: int, q: int, counts: list[int]) -> None:
+        """New column `c` of row `b` becomes old column `c + shifts[b]`; `q` columns were appended, `counts` are valid."""
+        old_width = self.width + q
+        source = torch.arange(width, device=self.device) + torch.tensor(shifts, device=self.device)[:, None]
+        for layer in self.cache.layers:
+            if not layer.is_initialized or layer.keys.numel() == 0:
+                continue
+            kept = width
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                kept = width if width < layer.sliding_window else layer.sliding_window - 1
+                layer.cumulative_length = width
+            first_stored = old_width - layer.keys.shape[-2]
+            index = (source[:, width - kept :] - first_stored).clamp(0, layer.keys.shape[-2] - 1)
+            index = index.to(layer.keys.device)[:, None, :, None]
+            layer.keys = torch.take_along_dim(layer.keys, index, dim=2)
+            layer.values = torch.take_along_dim(layer.values, index, dim=2)
+        mask = self.mask
+        if mask is None:
+            mask = torch.ones(self.batch_size, self.width, dtype=torch.long, device=self.device)
+        if q:
+            appended = torch.arange(q, device=mask.device) < torch.tensor(counts, device=mask.device)[:, None]
+            mask = torch.cat([mask, appended.to(mask.dtype)], dim=1)
+        source = source.to(mask.device)
+        inside = (source >= 0) & (source < old_width)
+        self.mask = mask.gather(1, source.clamp(0, old_width - 1)) * inside
+        self.starts = [max(0, start - shift) for start, shift in zip(self.starts, shifts, strict=True)]
+        self.width = width
+
+
+def _first_ones(mask: torch.Tensor) -> list[int]:
+    return mask.long().argmax(dim=1).tolist()
