@@ -27,9 +27,7 @@ def check_pair(
             "assistant_model."
         )
     if not model_kwargs.get("use_cache", True):
-        raise ValueError(
-            "use_cache=False: verifying drafts needs the target's cache. Drop use_cache or assistant_model."
-        )
+        raise ValueError("use_cache=False: verifying drafts needs the target's cache. Drop use_cache or assistant_model.")
     _, cache = find_cache(model_kwargs)
     if not isinstance(cache, Cache):
         raise ValueError(

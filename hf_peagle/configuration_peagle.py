@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 LAYER_FAMILIES = ("llama", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 DRAFT_SAMPLING = ("greedy", "probabilistic")
+DRAFT_SCHEDULES = ("adaptive", "constant")
 
 
 def default_target_layer_ids(num_target_layers: int) -> tuple[int, ...]:
@@ -53,6 +54,8 @@ class PEagleConfig(PreTrainedConfig):
         num_depths (`int`): Depths the head was trained for (K_train).
         num_assistant_tokens (`int`, *optional*): Recommended number of drafted tokens K at inference. Defaults to
             `min(4, num_depths)`. (Kept as `draft_length` in the file, since transformers reserves the other name.)
+        draft_schedule (`str`): `"adaptive"` lets measured costs and acceptance choose the length of every round, up to
+            `num_depths`, when the call does not give a number; `"constant"` drafts `draft_length` tokens.
         draft_sampling (`str`): How drafts are drawn when the target samples: `"greedy"` (most likely token, treated
             as a one-hot distribution) or `"probabilistic"` (from the head's own warped distribution).
     """
@@ -91,6 +94,7 @@ class PEagleConfig(PreTrainedConfig):
         share_lm_head: bool = False,
         num_depths: int = 8,
         draft_length: int | None = None,
+        draft_schedule: str = "adaptive",
         draft_sampling: str = "greedy",
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -119,9 +123,7 @@ class PEagleConfig(PreTrainedConfig):
         self.attention_dropout = 0.0
         self.mlp_bias = mlp_bias
         self.max_position_embeddings = max_position_embeddings
-        self.rope_parameters = (
-            dict(rope_parameters) if rope_parameters else {"rope_type": "default", "rope_theta": 10000.0}
-        )
+        self.rope_parameters = dict(rope_parameters) if rope_parameters else {"rope_type": "default", "rope_theta": 10000.0}
         self.initializer_range = initializer_range
         self.layer_family = layer_family
         self.norm_before_residual = norm_before_residual
@@ -133,6 +135,7 @@ class PEagleConfig(PreTrainedConfig):
         if draft_length is None:
             draft_length = kwargs.pop("num_assistant_tokens", None)
         self.draft_length = min(4, num_depths) if draft_length is None else draft_length
+        self.draft_schedule = draft_schedule
         self.draft_sampling = draft_sampling
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
@@ -224,9 +227,9 @@ class PEagleConfig(PreTrainedConfig):
         if self.layer_family not in LAYER_FAMILIES:
             raise ValueError(f"PEagleConfig.layer_family is {self.layer_family!r}, expected one of {LAYER_FAMILIES}.")
         if self.draft_sampling not in DRAFT_SAMPLING:
-            raise ValueError(
-                f"PEagleConfig.draft_sampling is {self.draft_sampling!r}, expected one of {DRAFT_SAMPLING}."
-            )
+            raise ValueError(f"PEagleConfig.draft_sampling is {self.draft_sampling!r}, expected one of {DRAFT_SAMPLING}.")
+        if self.draft_schedule not in DRAFT_SCHEDULES:
+            raise ValueError(f"PEagleConfig.draft_schedule is {self.draft_schedule!r}, expected one of {DRAFT_SCHEDULES}.")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("PEagleConfig.norm_before_fc and fc_norm are both true; a head has one of them or none.")
         for name in ("share_embeddings", "share_lm_head"):
@@ -247,9 +250,7 @@ class PEagleConfig(PreTrainedConfig):
         self._check_layer_ids()
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"PEagleConfig.rope_parameters has rope_type {rope_type!r}, expected one of {ROPE_TYPES}."
-            )
+            raise ValueError(f"PEagleConfig.rope_parameters has rope_type {rope_type!r}, expected one of {ROPE_TYPES}.")
 
     def _check_layer_ids(self) -> None:
         ids = self.target_layer_ids

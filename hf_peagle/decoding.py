@@ -8,6 +8,7 @@ The decoding loop: prefill, then rounds of draft, verify, accept, commit.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from .compatibility import check_pair, plain_decoding_reason
 from .drafting import DraftState, align_left
 from .features import FeatureCapture
 from .recording import Recorder
-from .speculation import affordable_draft_length, requested_draft_length
+from .sampling_noise import NoiseStream
+from .speculation import affordable_draft_length, draft_length_policy
 from .stats import SpeculationStats, Stopwatch, publish
 from .stopping import Stopping
 from .target_state import TargetState
 from .verification import (
     Drafts,
-    accept_greedy,
+    accept_choices,
     accept_sampled,
     is_position_independent,
     process_block,
@@ -117,32 +119,34 @@ class _Call:
         self.device = input_ids.device
         self.batch_size, self.prompt_width = input_ids.shape
         self.stopping = Stopping(stopping_criteria, generation_config.max_length)
-        self.draft_length = requested_draft_length(generation_config, head.config)
         self.prompt_embeds = model_kwargs.get("inputs_embeds") is not None
         self.target = TargetState(model, input_ids, generation_config, model_kwargs, capture)
-        warpers = None
-        if generation_config.do_sample and head.config.draft_sampling == "probabilistic":
-            warpers = score_warpers(logits_processor)
+        self.samples_drafts = generation_config.do_sample and head.config.draft_sampling == "probabilistic"
+        warpers = score_warpers(logits_processor) if self.samples_drafts else None
+        draws_noise = generation_config.do_sample and not self.samples_drafts
+        self.noise = NoiseStream(self.batch_size, self.device) if draws_noise else None
         self.drafter = DraftState(head, model, self.batch_size, warpers)
         self.recorder = Recorder(generation_config, self.batch_size)
+        self.processors_run_ahead = is_position_independent(logits_processor)
+        self.advance_together = self._must_advance_together()
+        self.policy = draft_length_policy(
+            model, head, generation_config, self.batch_size, self.advance_together, fixed=self.samples_drafts
+        )
         # Committed tokens of every row, then room for drafts; never re-allocated.
-        room = max(self.stopping.max_length, self.prompt_width + 1) + self.draft_length + 1
+        room = max(self.stopping.max_length, self.prompt_width + 1) + self.policy.longest + 1
         self.tokens = input_ids.new_zeros(self.batch_size, room)
         self.tokens[:, : self.prompt_width] = input_ids
         self.lengths = [self.prompt_width] * self.batch_size
         self.finished = [False] * self.batch_size
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_id = int(pad) if pad is not None else 0
-        self.processors_run_ahead = is_position_independent(logits_processor)
-        self.advance_together = False  # settled after the prefill, when the cache's layers are known
 
     @property
     def is_done(self) -> bool:
         """Whether every row is finished."""
         return all(self.finished)
 
-    @property
-    def together(self) -> bool:
+    def _must_advance_together(self) -> bool:
         """
         Whether the rows of the batch advance by the same number of tokens, position by position, as in plain decoding.
 
@@ -164,19 +168,20 @@ class _Call:
             outputs = self.target.prefill()
             features = self.capture.take(outputs, self.drafter.head.device)
         self.stats.target_forwards += 1
-        self.advance_together = self.together
         self.recorder.prefill(outputs)
-        logits = outputs.logits[:, -1:].to(torch.float32, copy=True).to(self.device)
+        logits = self._logits(outputs, 1)
         del outputs
         counts = self._commit(logits, Drafts(self.tokens[:, :0]))
         self._feed_prompt(features, counts)
 
     def round(self) -> None:
         """One round: draft, verify, accept, commit."""
+        began = time.perf_counter()
+        active = [not done for done in self.finished]
         remaining = max(
             self.stopping.max_length - n for n, done in zip(self.lengths, self.finished, strict=True) if not done
         )
-        length = affordable_draft_length(self.draft_length, remaining)
+        length = affordable_draft_length(self.policy.choose(), remaining)
         drafts = Drafts(self.tokens[:, :0])
         if length > 0:
             with self.clock.section("draft"):
@@ -191,14 +196,20 @@ class _Call:
             features = self.capture.take(outputs, self.drafter.head.device)
         self.stats.target_forwards += 1
         q = length + 1
-        logits = outputs.logits[:, -q:].to(torch.float32, copy=True).to(self.device)
-        counts = self._commit(logits, drafts, outputs)
+        counts = self._commit(self._logits(outputs, q), drafts, outputs)
         del outputs
         start = [n - count for n, count in zip(self.lengths, counts, strict=True)]
         self.target.keep(self._columns_to_keep(counts), q)
         longest = max(counts)
         rows = torch.tensor(start, device=self.device)[:, None] + torch.arange(longest, device=self.device)
         self.drafter.feed(self.tokens.gather(1, rows), features[:, :longest], counts)
+        accepted = [count - 1 for count, was_active in zip(counts, active, strict=True) if was_active]
+        self.policy.observe(length, accepted, time.perf_counter() - began)
+
+    def _logits(self, outputs: Any, q: int) -> torch.Tensor:
+        """The last `q` rows in float32, as plain decoding has them; a copy where raw logits are to be returned."""
+        logits = outputs.logits[:, -q:].to(self.device, torch.float32)
+        return logits.clone() if self.recorder.wants_logits and len(self.processors) else logits
 
     def _columns_to_keep(self, counts: list[int]) -> list[int]:
         """A finished row needs no more columns, unless rows move together."""
@@ -244,8 +255,7 @@ class _Call:
     def _commit_rows(self, logits: torch.Tensor, drafts: Drafts) -> list[int]:
         """All positions judged at once on the device, one read, then every row on its own."""
         scores = process_block(self.processors, self.tokens, self.lengths, logits)
-        accept = accept_sampled if self.config.do_sample else accept_greedy
-        accepted, tokens = accept(scores, drafts)
+        accepted, tokens = self._accept(scores, drafts)
         report = torch.cat([accepted[:, None], tokens], dim=1).tolist()
         self.stats.host_reads += 1
         columns = torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(
@@ -272,11 +282,11 @@ class _Call:
         count = 0
         while True:
             end = start + count
+            self.lengths = [end] * self.batch_size
             scores = self.processors(self.tokens[:, :end], logits[:, count])
             one = _at(drafts, count)
-            accept = accept_sampled if self.config.do_sample else accept_greedy
-            # Two rows of scores for the one draft: what follows it is not known to be needed yet.
-            accepted, tokens = accept(scores[:, None].expand(-1, one.length + 1, -1), one)
+            # A row of scores more than drafts is expected: what follows the draft is not known to be needed yet.
+            accepted, tokens = self._accept(scores[:, None].expand(-1, one.length + 1, -1), one)
             tokens = tokens[:, 0]
             done = torch.tensor(self.finished, device=self.device)
             if self.stopping.has_eos:
@@ -295,6 +305,16 @@ class _Call:
             if self.is_done or not all(report[1]):
                 return [count] * self.batch_size
 
+    def _accept(self, scores: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accepted drafts per row and the tokens: greedy, sampled with plain sampling's own noise, or by rejection."""
+        if self.samples_drafts:
+            return accept_sampled(scores, drafts)
+        if self.noise is None:
+            return accept_choices(scores.argmax(dim=-1), drafts)
+        starts = [length - self.prompt_width for length in self.lengths]
+        noise = self.noise.block(starts, scores.shape[1], scores.shape[2])
+        return accept_choices((scores.softmax(dim=-1) / noise).argmax(dim=-1), drafts)
+
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -307,6 +327,8 @@ class _Call:
             self.streamer.end()
         if not self.advance_together and self.batch_size > 1:
             self.target.restore_layout(width - self.prompt_width)
+        if self.noise is not None:
+            self.noise.close(width - self.prompt_width)
         self.stats.seconds = self.clock.totals()
         publish(self.stats)
         if not self.config.return_dict_in_generate:

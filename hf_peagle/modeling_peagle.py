@@ -116,11 +116,7 @@ class PEagleAttention(nn.Module):
         if store is not None:
             key, value = store(self.layer_idx, key, value)
         implementation = self.config._attn_implementation
-        if (
-            implementation == "eager"
-            and isinstance(attention_mask, torch.Tensor)
-            and attention_mask.dtype == torch.bool
-        ):
+        if implementation == "eager" and isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool:
             lowest = torch.finfo(query.dtype).min
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
@@ -260,9 +256,7 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
                 "target id = draft id + d2t[draft id]."
             )
         if not torch.equal(self.t2d.nonzero().view(-1), ids.sort().values):
-            raise ValueError(
-                "t2d: marks other target ids than d2t maps to; the checkpoint's vocabulary map is damaged."
-            )
+            raise ValueError("t2d: marks other target ids than d2t maps to; the checkpoint's vocabulary map is damaged.")
 
     # ------------------------------------------------------------------ vocabulary and borrowed weights
 
@@ -278,9 +272,7 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
         token_ids = torch.as_tensor(token_ids, dtype=torch.long, device=self.device)
         size = self.config.draft_vocab_size
         if not self.has_vocab_map:
-            raise ValueError(
-                "set_draft_vocabulary: this head drafts from the full vocabulary; lower draft_vocab_size."
-            )
+            raise ValueError("set_draft_vocabulary: this head drafts from the full vocabulary; lower draft_vocab_size.")
         if token_ids.shape != (size,) or not bool((token_ids[1:] > token_ids[:-1]).all()):
             raise ValueError(f"set_draft_vocabulary: token_ids must be {size} distinct ids in ascending order.")
         if int(token_ids[0]) < 0 or int(token_ids[-1]) >= self.config.vocab_size:

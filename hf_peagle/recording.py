@@ -81,8 +81,7 @@ class Recorder:
         steps = max(len(row) for row in rows)
         longest = max(rows, key=len)
         return tuple(
-            torch.stack([row[s] if s < len(row) else torch.zeros_like(longest[s]) for row in rows])
-            for s in range(steps)
+            torch.stack([row[s] if s < len(row) else torch.zeros_like(longest[s]) for row in rows]) for s in range(steps)
         )
 
     def _layers(self, first: Layers | None, rows: list[list[Layers]]) -> tuple[Layers, ...]:

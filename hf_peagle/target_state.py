@@ -65,11 +65,12 @@ class TargetState:
         """Whether rows may accept different numbers of tokens. Otherwise they advance together."""
         layers = getattr(self.cache, "layers", [])
         offloads = getattr(self.cache, "offloading", False)
+        position_ids = self.kwargs.get("position_ids")
         return (
             type(self.cache) is DynamicCache
             and not offloads
             and all(type(layer) in MOVABLE_LAYERS for layer in layers)
-            and (self.next_position is None or self.next_position.dim() == 2)
+            and (position_ids is None or position_ids.dim() == 2)
         )
 
     # ------------------------------------------------------------------ passes

@@ -153,22 +153,32 @@ class Drafts:
         return self.probabilities.gather(2, self.columns[..., None])[..., 0]
 
 
-def accept_greedy(scores: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_choices(choices: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The longest prefix of the drafts that equals the target's own choices.
+    The longest prefix of the drafts that equals what the target chose, by argmax or by its own sampling.
+
+    For a deterministic draft `d` this is rejection sampling against a one-hot `q`: the target's sample is `d` with
+    probability `p(d)`, and given that it is not, it is distributed as `p` without `d`.
 
     Args:
-        scores (`torch.Tensor`): `[batch, K + 1, vocab]`.
+        choices (`torch.Tensor`): `[batch, K + 1]` int64, the target's token at every verified position.
 
     Returns:
         accepted `[batch]` int64 and tokens `[batch, K + 1]`, of which the first `accepted[b] + 1` are committed.
     """
-    choices = scores.argmax(dim=-1)
     return (choices[:, :-1] == drafts.tokens).long().cumprod(dim=1).sum(dim=1), choices
 
 
 def accept_sampled(scores: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling: as `accept_greedy`, with tokens distributed exactly as the target's own samples."""
+    """
+    Speculative sampling against the distribution the drafts were drawn from.
+
+    Args:
+        scores (`torch.Tensor`): `[batch, K + 1, vocab]` processed scores of the target.
+
+    Returns:
+        as `accept_choices`, with tokens distributed exactly as the target's own samples.
+    """
     probabilities = scores.softmax(dim=-1)
     batch = scores.shape[0]
     target_chosen = probabilities[:, :-1].gather(2, drafts.tokens[..., None])[..., 0]
