@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 LAYER_FAMILIES = ("llama", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+ALGORITHMS = ("peagle", "eagle3")
 DRAFT_SAMPLING = ("greedy", "probabilistic")
 DRAFT_SCHEDULES = ("adaptive", "constant")
 
@@ -43,6 +44,9 @@ class PEagleConfig(PreTrainedConfig):
         num_hidden_layers (`int`): Layers of the head; the first is the fusion layer.
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps,
             attention_bias, mlp_bias, max_position_embeddings, rope_parameters, initializer_range: As in Llama.
+        algorithm (`str`): `"peagle"` drafts all tokens in one pass through mask slots. `"eagle3"` is the sequential
+            baseline (arXiv 2503.01840): one pass per token, each fed with the state of the one before, no mask slots.
+        norm_output (`bool`): With `"eagle3"`, the state fed back is the one after the final norm (EAGLE-3.1).
         layer_family (`str`): `"llama"`, or `"qwen3"` for an RMSNorm on each query and key head.
         norm_before_residual (`bool`): The fusion layer's residual starts at the normed projected feature.
         norm_before_fc (`bool`): One RMSNorm over all captured streams before `fc`.
@@ -86,6 +90,8 @@ class PEagleConfig(PreTrainedConfig):
         max_position_embeddings: int = 8192,
         rope_parameters: dict[str, Any] | None = None,
         initializer_range: float = 0.02,
+        algorithm: str = "peagle",
+        norm_output: bool = False,
         layer_family: str = "llama",
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
@@ -125,6 +131,8 @@ class PEagleConfig(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.rope_parameters = dict(rope_parameters) if rope_parameters else {"rope_type": "default", "rope_theta": 10000.0}
         self.initializer_range = initializer_range
+        self.algorithm = algorithm
+        self.norm_output = norm_output
         self.layer_family = layer_family
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
@@ -195,7 +203,8 @@ class PEagleConfig(PreTrainedConfig):
         }
         head_dim = overrides.get("head_dim") or values["head_dim"] or hidden // heads
         values["rope_parameters"] = _full_rotary_rope(text, head_dim)
-        if overrides.get("share_embeddings") is not True and "mask_token_id" not in overrides:
+        has_mask_row = not overrides.get("share_embeddings") and overrides.get("algorithm", "peagle") == "peagle"
+        if has_mask_row and "mask_token_id" not in overrides:
             # The last row of a table is padding or a reserved token in nearly every model; its row is trained here.
             values["mask_token_id"] = text.vocab_size - 1
         values.update(overrides)
@@ -224,6 +233,8 @@ class PEagleConfig(PreTrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"PEagleConfig.head_dim must be even for rotary positions, got {self.head_dim}.")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"PEagleConfig.algorithm is {self.algorithm!r}, expected one of {ALGORITHMS}.")
         if self.layer_family not in LAYER_FAMILIES:
             raise ValueError(f"PEagleConfig.layer_family is {self.layer_family!r}, expected one of {LAYER_FAMILIES}.")
         if self.draft_sampling not in DRAFT_SAMPLING:
@@ -242,7 +253,7 @@ class PEagleConfig(PreTrainedConfig):
             raise ValueError(
                 f"PEagleConfig.mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}."
             )
-        if self.mask_token_id is None and not self.share_embeddings:
+        if self.mask_token_id is None and not self.share_embeddings and self.algorithm == "peagle":
             raise ValueError(
                 "PEagleConfig.mask_token_id is missing: with own embeddings the row of an unused token id stands at "
                 "mask slots. Pass mask_token_id, or share_embeddings=True."

@@ -180,11 +180,12 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        if config.share_embeddings:
-            self.mask_embedding = nn.Parameter(torch.empty(hidden))
-        else:
+        if not config.share_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
-        self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.feature_size))
+        if config.algorithm == "peagle":
+            self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.feature_size))
+            if config.share_embeddings:
+                self.mask_embedding = nn.Parameter(torch.empty(hidden))
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(config.feature_size, eps=eps)
         if config.fc_norm:
@@ -207,7 +208,7 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self:
+        if module is self and self.config.algorithm == "peagle":
             nn.init.normal_(self.mask_hidden)
             if self.config.share_embeddings:
                 nn.init.normal_(self.mask_embedding, std=self.config.initializer_range)
@@ -321,6 +322,8 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
 
     def mask_slot(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedding and projected feature of a mask slot, `[hidden_size]` each: the same at every depth."""
+        if self.config.algorithm != "peagle":
+            raise ValueError("An EAGLE-3 head has no mask slots; it drafts token by token.")
         if self.config.share_embeddings:
             embedding = self.mask_embedding
         else:
@@ -429,12 +432,10 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
             longest (`int`, *optional*): most slots a row has after this call, if the caller knows it without asking
                 the device. Default: an upper bound.
         """
-        batch, n = token_ids.shape
-        width = n + num_tokens - 1
-        visible = cache.longest + width
-        cache.reserve(visible)
-        row = torch.arange(width, device=self.device)
-        columns = cache.lengths[:, None] + row
+        n = token_ids.shape[1]
+        if self.config.algorithm == "eagle3":
+            return self._draft_sequentially(token_ids, features, counts, num_tokens, cache, borrowed, sample, longest)
+        row = torch.arange(n + num_tokens - 1, device=self.device)
         # Rows at and beyond counts[b] are mask slots. A row with few tokens has more than K-1 of them: the surplus
         # comes last in causal order, so no row that matters sees it.
         row_index = torch.where(row < counts[:, None], row, -1)
@@ -443,22 +444,67 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
         mask_embedding, mask_projected = cache.mask_slot
         embeddings = _take_rows(self.embed(token_ids, borrowed), row_index, mask_embedding)
         projected = _take_rows(self.project(features), row_index, mask_projected)
+        hidden_states = self._extend(embeddings, projected, cache)
+        cache.commit(counts, cache.longest + n if longest is None else longest)
+        last = (counts[:, None] - 1 + torch.arange(num_tokens, device=self.device)).clamp(min=0)
+        hidden_states = hidden_states.gather(1, last[:, :, None].expand(-1, -1, hidden_states.shape[-1]))
+        logits = self.logits(self.norm(hidden_states), borrowed)
+        return self._draw(logits, sample)
+
+    def _draft_sequentially(
+        self,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        counts: torch.Tensor,
+        num_tokens: int,
+        cache: DrafterCache,
+        borrowed: TargetWeights | None,
+        sample: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+        longest: int | None,
+    ) -> DraftOutput:
+        """EAGLE-3: `num_tokens` passes, each reading the token just drafted and the state that drafted it."""
+        hidden_states = self._extend(self.embed(token_ids, borrowed), self.project(features), cache)
+        cache.commit(counts, cache.longest + token_ids.shape[1] if longest is None else longest)
+        last = (counts - 1).clamp(min=0)[:, None, None]
+        state = hidden_states.gather(1, last.expand(-1, -1, hidden_states.shape[-1]))
+        steps: list[DraftOutput] = []
+        for ahead in range(num_tokens):
+            if ahead:
+                state = self._extend(self.embed(steps[-1].tokens, borrowed), state, cache, ahead - 1)
+            normed = self.norm(state)
+            steps.append(self._draw(self.logits(normed, borrowed), sample))
+            if self.config.norm_output:
+                state = normed
+        probabilities = None if sample is None else torch.cat([step.probabilities for step in steps], dim=1)
+        return DraftOutput(
+            torch.cat([step.tokens for step in steps], dim=1),
+            torch.cat([step.draft_ids for step in steps], dim=1),
+            torch.cat([step.logits for step in steps], dim=1),
+            probabilities,
+        )
+
+    def _extend(
+        self, embeddings: torch.Tensor, projected: torch.Tensor, cache: DrafterCache, ahead: int = 0
+    ) -> torch.Tensor:
+        """Runs rows that follow the cached real slots at a distance of `ahead` columns, attending to all before them."""
+        rows = projected.shape[1]
+        visible = cache.longest + ahead + rows
+        cache.reserve(visible)
+        columns = cache.lengths[:, None] + torch.arange(ahead, ahead + rows, device=self.device)
         attention_mask = (torch.arange(visible, device=self.device) <= columns[:, :, None])[:, None]
 
         def store(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return cache.write(layer, key, value, columns, visible)
 
-        hidden_states = self.run_layers(embeddings, projected, columns, attention_mask, store)
-        cache.commit(counts, cache.longest + n if longest is None else longest)
-        last = (counts[:, None] - 1 + torch.arange(num_tokens, device=self.device)).clamp(min=0)
-        hidden_states = hidden_states.gather(1, last[:, :, None].expand(-1, -1, hidden_states.shape[-1]))
-        logits = self.logits(self.norm(hidden_states), borrowed)
-        if sample is None:
-            drafted, probabilities = logits.argmax(dim=-1), None
-        else:
-            drafted, probabilities = sample(logits)
-        tokens = drafted + self.d2t[drafted] if self.has_vocab_map else drafted
-        return DraftOutput(tokens, drafted, logits, probabilities)
+        return self.run_layers(embeddings, projected, columns, attention_mask, store)
+
+    def _draw(
+        self, logits: torch.Tensor, sample: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
+    ) -> DraftOutput:
+        """Draft ids for rows of logits, and the target ids they stand for."""
+        draft_ids, probabilities = (logits.argmax(dim=-1), None) if sample is None else sample(logits)
+        tokens = draft_ids + self.d2t[draft_ids] if self.has_vocab_map else draft_ids
+        return DraftOutput(tokens, draft_ids, logits, probabilities)
 
 
 def _take_rows(slots: torch.Tensor, row_index: torch.Tensor, mask_vector: torch.Tensor) -> torch.Tensor:
