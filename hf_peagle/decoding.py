@@ -24,6 +24,7 @@ from .speculation import affordable_draft_length, draft_length_policy
 from .stats import SpeculationStats, Stopwatch, publish
 from .stopping import Stopping
 from .target_state import TargetState
+from .token_buffer import TokenBuffer
 from .verification import (
     Drafts,
     accept_choices,
@@ -132,11 +133,9 @@ class _Call:
         self.policy = draft_length_policy(
             model, head, generation_config, self.batch_size, self.advance_together, fixed=self.samples_drafts
         )
-        # Committed tokens of every row, then room for drafts; never re-allocated.
         room = max(self.stopping.max_length, self.prompt_width + 1) + self.policy.longest + 1
-        self.tokens = input_ids.new_zeros(self.batch_size, room)
-        self.tokens[:, : self.prompt_width] = input_ids
-        self.lengths = [self.prompt_width] * self.batch_size
+        self.tokens = TokenBuffer(input_ids, room)
+        self._no_drafts = Drafts(input_ids.new_zeros(self.batch_size, 0))
         self.finished = [False] * self.batch_size
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_id = int(pad) if pad is not None else 0
@@ -166,45 +165,42 @@ class _Call:
         """Runs the prompt and commits the first token."""
         with self.clock.section("prefill"):
             outputs = self.target.prefill()
-            features = self.capture.take(outputs, self.drafter.head.device)
+            features = self.capture.take(outputs, self.drafter.device)
         self.stats.target_forwards += 1
         self.recorder.prefill(outputs)
         logits = self._logits(outputs, 1)
         del outputs
-        counts = self._commit(logits, Drafts(self.tokens[:, :0]))
+        counts = self._commit(logits, self._no_drafts)
         self._feed_prompt(features, counts)
 
     def round(self) -> None:
         """One round: draft, verify, accept, commit."""
         began = time.perf_counter()
         active = [not done for done in self.finished]
-        remaining = max(
-            self.stopping.max_length - n for n, done in zip(self.lengths, self.finished, strict=True) if not done
-        )
-        length = affordable_draft_length(self.policy.choose(), remaining)
-        drafts = Drafts(self.tokens[:, :0])
+        length = affordable_draft_length(self.policy.choose(), self._remaining())
+        drafts = self._no_drafts
         if length > 0:
             with self.clock.section("draft"):
                 drafts = self.drafter.propose(length)
                 drafts.tokens = drafts.tokens.to(self.device)
             self.stats.draft_forwards += 1
-        columns = torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(length, device=self.device)
-        self.tokens.scatter_(1, columns, drafts.tokens)
-        pending = self.tokens.gather(1, torch.tensor(self.lengths, device=self.device)[:, None] - 1)
+            self.tokens.write(drafts.tokens)
+        start = list(self.tokens.lengths)
         with self.clock.section("verify"):
-            outputs = self.target.verify(torch.cat([pending, drafts.tokens], dim=1))
-            features = self.capture.take(outputs, self.drafter.head.device)
+            outputs = self.target.verify(self.tokens.read([n - 1 for n in start], length + 1))
         self.stats.target_forwards += 1
-        q = length + 1
-        counts = self._commit(self._logits(outputs, q), drafts, outputs)
+        features = self.capture.take(outputs, self.drafter.device)
+        counts = self._commit(self._logits(outputs, length + 1), drafts, outputs)
         del outputs
-        start = [n - count for n, count in zip(self.lengths, counts, strict=True)]
-        self.target.keep(self._columns_to_keep(counts), q)
-        longest = max(counts)
-        rows = torch.tensor(start, device=self.device)[:, None] + torch.arange(longest, device=self.device)
-        self.drafter.feed(self.tokens.gather(1, rows), features[:, :longest], counts)
+        self.target.keep(self._columns_to_keep(counts), length + 1)
+        self.drafter.feed(self.tokens.read(start, max(counts)), features, counts)
         accepted = [count - 1 for count, was_active in zip(counts, active, strict=True) if was_active]
         self.policy.observe(length, accepted, time.perf_counter() - began)
+
+    def _remaining(self) -> int:
+        """Tokens that still fit into the row that needs most."""
+        active = [n for n, done in zip(self.tokens.lengths, self.finished, strict=True) if not done]
+        return self.stopping.max_length - min(active)
 
     def _logits(self, outputs: Any, q: int) -> torch.Tensor:
         """The last `q` rows in float32, as plain decoding has them; a copy where raw logits are to be returned."""
@@ -218,7 +214,7 @@ class _Call:
     def _feed_prompt(self, features: torch.Tensor, counts: list[int]) -> None:
         """Slot j pairs the feature at j with the token at j + 1: the prompt shifted by one, then the first new token."""
         n = features.shape[1]
-        ids = self.tokens[:, : self.prompt_width + 1]
+        ids = self.tokens.data[:, : self.prompt_width + 1]
         if self.prompt_embeds and ids.shape[1] <= n:
             # A prompt of embeddings has no ids for its slots; only the last one is followed by a known token.
             n = ids.shape[1] - 1 if ids.shape[1] > 1 else 1
@@ -235,7 +231,7 @@ class _Call:
 
     def _commit(self, logits: torch.Tensor, drafts: Drafts, outputs: Any = None) -> list[int]:
         """Accepts drafts, writes the committed tokens, and returns how many each row got (0 for a finished row)."""
-        before = list(self.lengths)
+        before = self.tokens.lengths[0]
         was_finished = list(self.finished)
         if self.advance_together:
             counts = self._commit_together(logits, drafts)
@@ -249,27 +245,24 @@ class _Call:
                 self.recorder.forward(b, count, outputs, self.target, drafts.length + 1)
             self.stats.generated_tokens += count
         if self.streamer is not None and (run := max(counts)):
-            self.streamer.put(self.tokens[:, before[0] : before[0] + run].cpu())
+            self.streamer.put(self.tokens.data[:, before : before + run].cpu())
         return counts
 
     def _commit_rows(self, logits: torch.Tensor, drafts: Drafts) -> list[int]:
         """All positions judged at once on the device, one read, then every row on its own."""
-        scores = process_block(self.processors, self.tokens, self.lengths, logits)
+        scores = process_block(self.processors, self.tokens.data, self.tokens.lengths, logits)
         accepted, tokens = self._accept(scores, drafts)
         report = torch.cat([accepted[:, None], tokens], dim=1).tolist()
         self.stats.host_reads += 1
-        columns = torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(
-            tokens.shape[1], device=self.device
-        )
-        self.tokens.scatter_(1, columns, tokens)
+        self.tokens.write(tokens)
         counts = []
         for b, (n, *run) in enumerate(report):
             if self.finished[b]:
                 counts.append(0)
                 continue
-            count, self.finished[b] = self.stopping.cut(self.tokens[b], self.lengths[b], run[: n + 1])
+            count, self.finished[b] = self.stopping.cut(self.tokens.data[b], self.tokens.lengths[b], run[: n + 1])
             self.recorder.tokens(b, count, scores[b], logits[b])
-            self.lengths[b] += count
+            self.tokens.lengths[b] += count
             counts.append(count)
         return counts
 
@@ -278,12 +271,12 @@ class _Call:
         Position by position, with the very calls of plain decoding: processors and criteria see every prefix once and
         only prefixes that are really generated. Stops at the first position where an unfinished row leaves its draft.
         """
-        start = self.lengths[0]
+        start = self.tokens.lengths[0]
         count = 0
         while True:
             end = start + count
-            self.lengths = [end] * self.batch_size
-            scores = self.processors(self.tokens[:, :end], logits[:, count])
+            self.tokens.lengths = [end] * self.batch_size
+            scores = self.processors(self.tokens.data[:, :end], logits[:, count])
             one = _at(drafts, count)
             # A row of scores more than drafts is expected: what follows the draft is not known to be needed yet.
             accepted, tokens = self._accept(scores[:, None].expand(-1, one.length + 1, -1), one)
@@ -291,17 +284,17 @@ class _Call:
             done = torch.tensor(self.finished, device=self.device)
             if self.stopping.has_eos:
                 tokens = torch.where(done, self.pad_id, tokens)
-            self.tokens[:, end] = tokens
+            self.tokens.data[:, end] = tokens
             for b in range(self.batch_size):
                 if not self.finished[b] or not self.stopping.has_eos:
                     self.recorder.tokens(b, 1, scores[b : b + 1], logits[b, count : count + 1])
             count += 1
-            ended = done | self.stopping.criteria(self.tokens[:, : end + 1], self.recorder.scores_so_far())
+            ended = done | self.stopping.criteria(self.tokens.data[:, : end + 1], self.recorder.scores_so_far())
             agrees = (accepted > 0) | ended if one.length else torch.zeros_like(ended)
             report = torch.stack([ended, agrees]).tolist()
             self.stats.host_reads += 1
             self.finished = [bool(x) for x in report[0]]
-            self.lengths = [end + 1] * self.batch_size
+            self.tokens.lengths = [end + 1] * self.batch_size
             if self.is_done or not all(report[1]):
                 return [count] * self.batch_size
 
@@ -311,7 +304,7 @@ class _Call:
             return accept_sampled(scores, drafts)
         if self.noise is None:
             return accept_choices(scores.argmax(dim=-1), drafts)
-        starts = [length - self.prompt_width for length in self.lengths]
+        starts = [length - self.prompt_width for length in self.tokens.lengths]
         noise = self.noise.block(starts, scores.shape[1], scores.shape[2])
         return accept_choices((scores.softmax(dim=-1) / noise).argmax(dim=-1), drafts)
 
@@ -319,10 +312,10 @@ class _Call:
 
     def finish(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Pads short rows, leaves the cache as plain decoding does, and builds the output."""
-        width = max(self.lengths)
+        width = max(self.tokens.lengths)
         columns = torch.arange(width, device=self.device)
-        ends = torch.tensor(self.lengths, device=self.device)[:, None]
-        sequences = torch.where(columns < ends, self.tokens[:, :width], self.pad_id)
+        ends = torch.tensor(self.tokens.lengths, device=self.device)[:, None]
+        sequences = torch.where(columns < ends, self.tokens.data[:, :width], self.pad_id)
         if self.streamer is not None:
             self.streamer.end()
         if not self.advance_together and self.batch_size > 1:

@@ -23,6 +23,7 @@ class DraftState:
     ) -> None:
         """`warpers`: given when drafts are to be sampled; they shape the drafter's distribution as the target's."""
         self.head = head
+        self.device: torch.device = head.device
         self.warpers = warpers
         self.borrowed = head.borrow(target)
         self.cache = head.new_cache(batch_size)
@@ -48,9 +49,9 @@ class DraftState:
         self._waiting.clear()
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         out = self.head.draft(
-            tokens.to(self.head.device),
-            features.to(self.head.device),
-            torch.tensor(counts, device=self.head.device),
+            tokens.to(self.device),
+            features.to(self.device),
+            torch.tensor(counts, device=self.device),
             num_tokens,
             self.cache,
             borrowed=self.borrowed,

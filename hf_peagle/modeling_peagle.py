@@ -213,6 +213,11 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
             if self.config.share_embeddings:
                 nn.init.normal_(self.mask_embedding, std=self.config.initializer_range)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the head lies; a head is always on one device. (transformers' property walks all parameters.)"""
+        return self.fc.weight.device
+
     def get_input_embeddings(self) -> nn.Module | None:
         return getattr(self, "embed_tokens", None)
 

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .features import FeatureCapture
@@ -59,6 +59,7 @@ class TargetState:
         self.starts: list[int] = [0] * self.batch_size
         self.first_starts: list[int] = []
         self.prompt_columns = 0
+        self.needs_no_preparation = False
 
     @property
     def can_move_rows(self) -> bool:
@@ -93,6 +94,14 @@ class TargetState:
         self.kwargs.pop("inputs_embeds", None)
         for name in CACHE_NAMES:
             self.kwargs.pop(name, None)
+        # The stock preparation only passes on what a plain text model on one device with a growing cache needs.
+        stock = (
+            type(self.model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+            and not self.model.is_remote_code()
+        )
+        plain = set(self.kwargs) <= {"use_cache", "logits_to_keep", "output_hidden_states", "output_attentions"}
+        on_device = self.input_ids.device == self.device
+        self.needs_no_preparation = stock and plain and on_device and type(self.cache) is DynamicCache
         # Sliding layers drop what left the window unless told to keep it until `crop`; after the prefill, as
         # before it they would keep the whole prompt.
         self.cache.activate_past_recording()
@@ -112,13 +121,16 @@ class TargetState:
             if (types := kwargs.get(name)) is not None:
                 last = types[..., -1:] if name == "token_type_ids" else torch.zeros_like(types[..., -1:])
                 kwargs[name] = last.expand(*last.shape[:-1], q)
-        inputs = self.model.prepare_inputs_for_generation(
-            tokens, next_sequence_length=q, is_first_iteration=False, **kwargs
-        )
+        inputs = self._prepare(tokens, q, kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = q
         inputs.update(self.capture.forward_kwargs)
         return self.model(**inputs, return_dict=True)
+
+    def _prepare(self, tokens: torch.Tensor, q: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self.needs_no_preparation:
+            return {"input_ids": tokens, **kwargs}
+        return self.model.prepare_inputs_for_generation(tokens, next_sequence_length=q, is_first_iteration=False, **kwargs)
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """transformers' own switch of expert kernels for small passes."""
