@@ -9,12 +9,13 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .buffered_cache import BufferedLayer, use_buffers
 from .features import FeatureCapture
 
 # transformers renamed the keyword in 5.24; older releases know the second name only.
 CACHE_NAMES = ("cache", "past_key_values")
 # Rows of a batch that accept different numbers of tokens need their cached columns moved; these layers we can move.
-MOVABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+MOVABLE_LAYERS = (DynamicLayer, BufferedLayer, DynamicSlidingWindowLayer)
 
 
 def find_cache(model_kwargs: dict[str, Any]) -> tuple[str, Any]:
@@ -52,6 +53,7 @@ class TargetState:
         self.batch_size = input_ids.shape[0]
         self.kwargs = dict(model_kwargs)
         self.cache_name, self.cache = find_cache(model_kwargs)
+        use_buffers(self.cache)
         self.device = model.device
         self.mask: torch.Tensor | None = None
         self.next_position: torch.Tensor | None = None
