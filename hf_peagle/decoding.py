@@ -7,6 +7,7 @@ The decoding loop: prefill, then rounds of draft, verify, accept, commit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import Any
@@ -77,7 +78,8 @@ def peagle_decode(
         all_states=bool(generation_config.output_hidden_states),
         chunked_prefill=generation_config.prefill_chunk_size is not None,
     )
-    with capture.active():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capture.active())
         call = _Call(
             model,
             input_ids,
@@ -87,6 +89,7 @@ def peagle_decode(
             streamer,
             assistant_model,
             capture,
+            stack,
             model_kwargs,
         )
         call.prefill()
@@ -109,6 +112,7 @@ class _Call:
         streamer: Any,
         head: Any,
         capture: FeatureCapture,
+        stack: contextlib.ExitStack,
         model_kwargs: dict[str, Any],
     ) -> None:
         self.clock = Stopwatch(model.device)
@@ -126,7 +130,6 @@ class _Call:
         warpers = score_warpers(logits_processor) if self.samples_drafts else None
         draws_noise = generation_config.do_sample and not self.samples_drafts
         self.noise = NoiseStream(self.batch_size, self.device) if draws_noise else None
-        self.drafter = DraftState(head, model, self.batch_size, warpers)
         self.recorder = Recorder(generation_config, self.batch_size)
         self.processors_run_ahead = is_position_independent(logits_processor)
         self.advance_together = self._must_advance_together()
@@ -135,6 +138,7 @@ class _Call:
         )
         room = max(self.stopping.max_length, self.prompt_width + 1) + self.policy.longest + 1
         self.tokens = TokenBuffer(input_ids, room)
+        self.drafter = DraftState(head, model, self.batch_size, room + self.policy.longest, stack, warpers)
         self._no_drafts = Drafts(input_ids.new_zeros(self.batch_size, 0))
         self.finished = [False] * self.batch_size
         pad = getattr(generation_config, "_pad_token_tensor", None)
@@ -322,6 +326,7 @@ class _Call:
             self.target.restore_layout(width - self.prompt_width)
         if self.noise is not None:
             self.noise.close(width - self.prompt_width)
+        self.stats.draft_graph = self.drafter.graph_note
         self.stats.seconds = self.clock.totals()
         publish(self.stats)
         if not self.config.return_dict_in_generate:

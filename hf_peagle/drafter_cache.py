@@ -25,7 +25,19 @@ class DrafterCache:
         mask_slot (`tuple`, *optional*): embedding and projected feature of a mask slot, computed once per call.
     """
 
-    def __init__(self, config: PEagleConfig, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: PEagleConfig,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        static_capacity: int | None = None,
+    ) -> None:
+        """
+        `static_capacity`: allocate this many columns once and keep every tensor at its address, for passes that are
+        captured and replayed; attention then always runs over all columns. Default: grow as needed.
+        """
+        self.is_static = static_capacity is not None
         self.batch_size = batch_size
         self.device = device
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -36,12 +48,30 @@ class DrafterCache:
         self.keys = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.values = [torch.empty_like(key) for key in self.keys]
 
+        if static_capacity is not None:
+            self._resize(static_capacity)
+
+    def reset(self) -> None:
+        """Forgets all slots, in place."""
+        self.lengths.zero_()
+        self.longest = 0
+
+    def visible_columns(self, columns: int) -> int:
+        """Columns that a pass attends over when it needs the first `columns`; makes room for them."""
+        if self.is_static and columns > self.capacity:
+            raise ValueError(f"The drafter's static buffers have {self.capacity} columns, {columns} are needed.")
+        self.reserve(columns)
+        return self.capacity if self.is_static else columns
+
     def reserve(self, columns: int) -> None:
         """Makes room for `columns` columns, in steps of `CAPACITY_STEP` and at least by half, keeping what is stored."""
         if columns <= self.capacity:
             return
         wanted = max(columns, self.capacity + self.capacity // 2)
-        self.capacity = -(-wanted // CAPACITY_STEP) * CAPACITY_STEP
+        self._resize(-(-wanted // CAPACITY_STEP) * CAPACITY_STEP)
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
         for buffers in (self.keys, self.values):
             for i, old in enumerate(buffers):
                 # Zeros, as columns that no row has written take part in attention with weight 0, and 0 * NaN is NaN.
@@ -62,5 +92,5 @@ class DrafterCache:
 
     def commit(self, counts: torch.Tensor, longest: int) -> None:
         """Counts the first `counts[b]` of the rows just written as real slots; `longest` bounds the new lengths."""
-        self.lengths = self.lengths + counts
+        self.lengths.add_(counts)
         self.longest = longest

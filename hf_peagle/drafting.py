@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from .cuda_graphs import DraftGraphs, draft_graphs, refusal
 from .verification import Drafts
 
 
@@ -19,14 +21,31 @@ class DraftState:
     """
 
     def __init__(
-        self, head: Any, target: PreTrainedModel, batch_size: int, warpers: LogitsProcessorList | None = None
+        self,
+        head: Any,
+        target: PreTrainedModel,
+        batch_size: int,
+        columns: int,
+        stack: contextlib.ExitStack,
+        warpers: LogitsProcessorList | None = None,
     ) -> None:
-        """`warpers`: given when drafts are to be sampled; they shape the drafter's distribution as the target's."""
+        """
+        Args:
+            columns: drafter slots the call can need, for buffers that must not grow.
+            stack: closed when the call ends; gives captured graphs back.
+            warpers: given when drafts are to be sampled; they shape the drafter's distribution as the target's.
+        """
         self.head = head
         self.device: torch.device = head.device
         self.warpers = warpers
-        self.borrowed = head.borrow(target)
-        self.cache = head.new_cache(batch_size)
+        self.graphs: DraftGraphs | None = None
+        self.graph_note = refusal(head, warpers is not None) or "captured"
+        if self.graph_note == "captured":
+            self.graphs = stack.enter_context(draft_graphs(head, target, batch_size, columns))
+            if self.graphs is None:
+                self.graph_note = "another thread is using the graphs"
+        self.borrowed = self.graphs.borrowed if self.graphs else head.borrow(target)
+        self.cache = self.graphs.cache if self.graphs else head.new_cache(batch_size)
         self.token_ids = head.draft_token_ids if warpers is not None else None
         self.lengths = [0] * batch_size
         self.passes = 0
@@ -48,17 +67,25 @@ class DraftState:
         tokens, features, counts = self._merge()
         self._waiting.clear()
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.passes += 1
+        tokens, features = tokens.to(self.device), features.to(self.device)
+        row_counts = torch.tensor(counts, device=self.device)
+        if self.graphs is not None:
+            drafted = self.graphs.draft(tokens, features, row_counts, num_tokens)
+            if drafted is not None:
+                self.cache.longest = max(self.lengths)
+                return Drafts(drafted)
+            self.graph_note = next(iter(self.graphs.failed.values()), self.graph_note)
         out = self.head.draft(
-            tokens.to(self.device),
-            features.to(self.device),
-            torch.tensor(counts, device=self.device),
+            tokens,
+            features,
+            row_counts,
             num_tokens,
             self.cache,
             borrowed=self.borrowed,
             sample=None if self.warpers is None else self._sample,
             longest=max(self.lengths),
         )
-        self.passes += 1
         if out.probabilities is None:
             return Drafts(out.tokens)
         return Drafts(out.tokens, out.probabilities, out.draft_ids, self.token_ids)

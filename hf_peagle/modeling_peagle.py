@@ -405,9 +405,9 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
 
     # ------------------------------------------------------------------ inference
 
-    def new_cache(self, batch_size: int) -> DrafterCache:
-        """Empty key/value buffers for one generation call of `batch_size` rows."""
-        return DrafterCache(self.config, batch_size, self.device, self.fc.weight.dtype)
+    def new_cache(self, batch_size: int, static_capacity: int | None = None) -> DrafterCache:
+        """Empty key/value buffers for `batch_size` rows; see [`DrafterCache`] for `static_capacity`."""
+        return DrafterCache(self.config, batch_size, self.device, self.fc.weight.dtype, static_capacity)
 
     @torch.no_grad()
     def draft(
@@ -493,8 +493,7 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
     ) -> torch.Tensor:
         """Runs rows that follow the cached real slots at a distance of `ahead` columns, attending to all before them."""
         rows = projected.shape[1]
-        visible = cache.longest + ahead + rows
-        cache.reserve(visible)
+        visible = cache.visible_columns(cache.longest + ahead + rows)
         columns = cache.lengths[:, None] + torch.arange(ahead, ahead + rows, device=self.device)
         attention_mask = (torch.arange(visible, device=self.device) <= columns[:, :, None])[:, None]
 
