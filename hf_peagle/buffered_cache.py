@@ -40,9 +40,9 @@ class BufferedLayer(DynamicLayer):
 
 def _with_room(buffer: torch.Tensor | None, view: torch.Tensor, like: torch.Tensor, old: int, new: int) -> torch.Tensor:
     """`buffer` if `view` is its beginning and `new` columns fit, else a larger one that starts with `view`."""
-    if buffer is not None and new <= buffer.shape[2] and like.shape[0] == buffer.shape[0]:
-        if old == 0 or view.data_ptr() == buffer.data_ptr():
-            return buffer
+    fits = buffer is not None and new <= buffer.shape[2] and like.shape[0] == buffer.shape[0]
+    if buffer is not None and fits and (old == 0 or view.data_ptr() == buffer.data_ptr()):
+        return buffer
     batch, heads, _, width = like.shape
     larger = like.new_empty(batch, heads, new + max(ROOM, old // 2), width)
     if old:

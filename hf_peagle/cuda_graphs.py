@@ -61,31 +61,30 @@ class GraphedStep:
     A function of tensors with fixed shapes, captured once.
 
     Args:
-        step (`Callable`): takes the static inputs by name and returns a tensor; it may change buffers in place, and must
+        step (`Callable`): takes the static inputs by name and returns tensors; it may change buffers in place, and must
             be harmless to run several times with the example inputs.
         examples (`dict[str, torch.Tensor]`): shapes, dtypes and devices of the inputs, and values for the warm-up.
     """
 
-    def __init__(self, backend: Backend, step: Callable[..., torch.Tensor], examples: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, backend: Backend, step: Callable[..., tuple[torch.Tensor, ...]], examples: dict[str, torch.Tensor]
+    ) -> None:
         self.inputs = {name: example.clone() for name, example in examples.items()}
-        self.output: torch.Tensor | None = None
+        # Made outside the capture, so that they are not part of the graphs' shared memory pool.
+        self.outputs = tuple(torch.empty_like(result) for result in step(**self.inputs))
 
         def run() -> None:
-            result = step(**self.inputs)
-            if self.output is None:
-                self.output = torch.empty_like(result)
-            self.output.copy_(result)
+            for output, result in zip(self.outputs, step(**self.inputs), strict=True):
+                output.copy_(result)
 
-        run()  # makes the output buffer outside the capture
         self._replay = backend.capture(run)
 
-    def __call__(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Copies `inputs` into the static ones, replays, and returns a copy of the output."""
+    def __call__(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Copies `inputs` into the static ones, replays, and returns copies of the outputs."""
         for name, value in inputs.items():
             self.inputs[name].copy_(value)
         self._replay()
-        assert self.output is not None
-        return self.output.clone()
+        return tuple(output.clone() for output in self.outputs)
 
 
 class DraftGraphs:
@@ -124,7 +123,7 @@ class DraftGraphs:
                 logger.warning("Drafting K=%d without a graph: %s", size, self.failed[size])
                 return None
         pad = size + 1 - n
-        tokens = self._steps[size](
+        (tokens,) = self._steps[size](
             token_ids=torch.nn.functional.pad(token_ids, (0, pad)),
             features=torch.nn.functional.pad(features, (0, 0, 0, pad)),
             counts=counts,
@@ -140,22 +139,31 @@ class DraftGraphs:
             "counts": torch.zeros(self.batch_size, dtype=torch.long, device=device),
         }
 
-        def step(token_ids: torch.Tensor, features: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        def step(token_ids: torch.Tensor, features: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
             longest = self.cache.longest
             out = self.head.draft(token_ids, features, counts, k, self.cache, self.borrowed, longest=longest)
-            return out.tokens
+            return (out.tokens,)
 
         return GraphedStep(self.backend, step, examples)
 
 
 def weights_fingerprint(head: Any, target: Any) -> tuple[Any, ...]:
     """Changes when weights are replaced, moved or written to, or another attention is chosen: graphs are then stale."""
-    tensors = [*head.parameters(), *head.buffers()]
+    borrowed = []
     if head.config.share_embeddings:
-        tensors += target.get_input_embeddings().parameters()
+        borrowed += target.get_input_embeddings().parameters()
     if head.config.share_lm_head:
-        tensors += target.get_output_embeddings().parameters()
-    return (head.config._attn_implementation, *((t.data_ptr(), t._version, t.dtype) for t in tensors))
+        borrowed += target.get_output_embeddings().parameters()
+    return (*module_fingerprint(head), *_versions(borrowed))
+
+
+def module_fingerprint(module: Any) -> tuple[Any, ...]:
+    """As [`weights_fingerprint`], of one model."""
+    return (module.config._attn_implementation, *_versions([*module.parameters(), *module.buffers()]))
+
+
+def _versions(tensors: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    return ((t.data_ptr(), t._version, t.dtype) for t in tensors)
 
 
 class _Runners:
@@ -165,6 +173,7 @@ class _Runners:
         self.lock = threading.Lock()
         self.by_head: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int, DraftGraphs]]] = WeakKeyDictionary()
         self.in_use: set[int] = set()
+        self.by_target: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self.backend: Backend = CudaBackend()
 
 
@@ -197,6 +206,7 @@ def reset_graphs() -> None:
     """Drops all captured graphs and their buffers."""
     with _runners.lock:
         _runners.by_head.clear()
+        _runners.by_target.clear()
         _runners.in_use.clear()
 
 

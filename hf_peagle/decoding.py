@@ -191,9 +191,9 @@ class _Call:
             self.tokens.write(drafts.tokens)
         start = list(self.tokens.lengths)
         with self.clock.section("verify"):
-            outputs = self.target.verify(self.tokens.read([n - 1 for n in start], length + 1))
+            block = self.tokens.read([n - 1 for n in start], length + 1)
+            outputs, features = self.target.verify(block, self.drafter.device)
         self.stats.target_forwards += 1
-        features = self.capture.take(outputs, self.drafter.device)
         counts = self._commit(self._logits(outputs, length + 1), drafts, outputs)
         del outputs
         self.target.keep(self._columns_to_keep(counts), length + 1)
@@ -326,7 +326,8 @@ class _Call:
             self.target.restore_layout(width - self.prompt_width)
         if self.noise is not None:
             self.noise.close(width - self.prompt_width)
-        self.stats.draft_graph = self.drafter.graph_note
+        self.target.close()
+        self.stats.draft_graph, self.stats.verify_graph = self.drafter.graph_note, self.target.graph_note
         self.stats.seconds = self.clock.totals()
         publish(self.stats)
         if not self.config.return_dict_in_generate:

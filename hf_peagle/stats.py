@@ -26,7 +26,7 @@ class SpeculationStats:
         draft_forwards (`int`): Forward passes of the drafter.
         host_reads (`int`): Device-to-host reads the loop made to learn what was accepted.
         seconds (`dict[str, float]`): Wall time in "prefill", "draft", "verify" and "other".
-        draft_graph (`str`): "captured" if draft passes were replayed from a graph, else why not.
+        draft_graph, verify_graph (`str`): "captured" if these passes were replayed from a graph, else why not.
     """
 
     rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -36,6 +36,7 @@ class SpeculationStats:
     host_reads: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     draft_graph: str = "not asked for"
+    verify_graph: str = "not asked for"
 
     @property
     def drafted(self) -> int:

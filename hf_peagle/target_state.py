@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import ModelOutput
 
 from .buffered_cache import BufferedLayer, use_buffers
 from .features import FeatureCapture
+from .verify_graph import VerifyGraphs, refusal, verify_graphs
 
 # transformers renamed the keyword in 5.24; older releases know the second name only.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -62,6 +64,8 @@ class TargetState:
         self.first_starts: list[int] = []
         self.prompt_columns = 0
         self.needs_no_preparation = False
+        self.graphs: VerifyGraphs | None = None
+        self.graph_note = "not asked for"
 
     @property
     def can_move_rows(self) -> bool:
@@ -101,24 +105,45 @@ class TargetState:
             type(self.model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
             and not self.model.is_remote_code()
         )
-        plain = set(self.kwargs) <= {"use_cache", "logits_to_keep", "output_hidden_states", "output_attentions"}
+        plain = set(self.kwargs) <= {"use_cache", "logits_to_keep"}
         on_device = self.input_ids.device == self.device
         self.needs_no_preparation = stock and plain and on_device and type(self.cache) is DynamicCache
+        self.graph_note = refusal(self.model, self.cache, self.capture, plain) or "captured"
+        if self.graph_note == "captured":
+            self.graphs = verify_graphs(self.model, self.cache, self.capture, self.batch_size)
+            self.graphs.begin(self.mask)
         # Sliding layers drop what left the window unless told to keep it until `crop`; after the prefill, as
         # before it they would keep the whole prompt.
         self.cache.activate_past_recording()
         return outputs
 
-    def verify(self, tokens: torch.Tensor) -> Any:
+    def verify(self, tokens: torch.Tensor, device: torch.device) -> tuple[Any, torch.Tensor]:
         """
-        One pass over `tokens` (`[batch, q]`: every row's last committed token and its drafts); logits for all q rows.
+        One pass over `tokens` (`[batch, q]`: every row's last committed token and its drafts).
+
+        Returns:
+            outputs with logits for all q rows, and their features `[batch, q, feature_size]` on `device`.
         """
+        q = tokens.shape[1]
+        positions = None
+        if self.next_position is not None:
+            positions = self.next_position + torch.arange(q, device=self.next_position.device)
+        if self.graphs is not None and positions is not None:
+            replayed = self.graphs.verify(tokens, positions, self.width)
+            if replayed is not None:
+                return ModelOutput(logits=replayed[0]), replayed[1].to(device)
+            self.graph_note = next(iter(self.graphs.failed.values()))
+            self.graphs.set_length(self.width)
+        outputs = self._verify_eagerly(tokens, positions)
+        return outputs, self.capture.take(outputs, device)
+
+    def _verify_eagerly(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Any:
         q = tokens.shape[1]
         kwargs = {**self.kwargs, self.cache_name: self.cache, "use_cache": True}
         if self.mask is not None:
             kwargs["attention_mask"] = torch.cat([self.mask, self.mask.new_ones(self.batch_size, q)], dim=1)
-        if self.next_position is not None:
-            kwargs["position_ids"] = self.next_position + torch.arange(q, device=self.next_position.device)
+        if positions is not None:
+            kwargs["position_ids"] = positions
         for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
             if (types := kwargs.get(name)) is not None:
                 last = types[..., -1:] if name == "token_type_ids" else torch.zeros_like(types[..., -1:])
@@ -145,7 +170,8 @@ class TargetState:
         most = max(counts)
         if min(counts) == most:
             # Called for 0 too: it lets sliding layers forget what they recorded.
-            self.cache.crop(-(q - most))
+            if self.graphs is None:
+                self.cache.crop(-(q - most))
             if self.mask is not None:
                 self.mask = torch.cat([self.mask, self.mask.new_ones(self.batch_size, most)], dim=1)
             self.width += most
@@ -157,6 +183,11 @@ class TargetState:
         self._move_rows(shifts, max(extents), q, counts)
         if self.next_position is not None:
             self.next_position = self.next_position + torch.tensor(counts, device=self.next_position.device)[:, None]
+
+    def close(self) -> None:
+        """Leaves the cache with the columns that are kept, whatever way they were written."""
+        if self.graphs is not None:
+            self.graphs.set_length(self.width)
 
     def restore_layout(self, generated: int) -> None:
         """Puts every row back to the column where plain decoding has it after `generated` tokens of the longest row."""

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_peagle import collect_statistics, cuda_graphs
 from hf_peagle.cuda_graphs import reset_graphs, use_cuda_graphs
-from tests.support.heads import random_head
+from tests.support.heads import oracle_head, random_head
 from tests.support.replay import OpRecorder, ReplayBackend
 from tests.support.targets import ragged_prompts, tiny_target
 
@@ -68,10 +68,10 @@ def test_the_emulator_catches_a_step_that_bakes_in_a_python_value(backend):
 
     def step(x):
         calls.append(1)
-        return x + len(calls)
+        return (x + len(calls),)
 
     graphed = cuda_graphs.GraphedStep(backend, step, {"x": torch.zeros(3)})
-    assert not torch.equal(graphed(x=torch.ones(3)), torch.ones(3) + len(calls) + 1)
+    assert not torch.equal(graphed(x=torch.ones(3))[0], torch.ones(3) + len(calls) + 1)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -226,3 +226,35 @@ def test_reasons_for_not_capturing_are_named():
     assert cuda_graphs.refusal(head, False) == "not asked for"
     with use_cuda_graphs():
         assert "not on a CUDA device" in cuda_graphs.refusal(head, False)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [[7], [7, 3, 5]])
+def test_verify_passes_over_a_static_cache_replay(backend, lengths, attention):
+    if not _has_static_rollback():
+        pytest.skip("this transformers cannot roll back a static cache")
+    target = tiny_target("qwen3")
+    before = target.config._attn_implementation
+    target.set_attn_implementation(attention)
+    try:
+        prompt = ragged_prompts(lengths, torch.Generator().manual_seed(0))
+        kwargs = {**prompt, "max_new_tokens": 25, "cache_implementation": "static"}
+        plain = target.generate(**kwargs)
+        truth = plain[:, prompt["input_ids"].shape[1] :].tolist()
+        head = oracle_head(target).script_with(truth, lengths, lambda r, b: r % 5)
+        for _ in range(2):  # the second call finds the graphs of the first
+            head._round = 0
+            with use_cuda_graphs(), collect_statistics() as calls:
+                out = target.generate(**kwargs, assistant_model=head, num_assistant_tokens=K)
+            assert torch.equal(out, plain)
+            assert calls[0].verify_graph == "captured"
+        assert calls[0].accepted > 0
+        assert backend.replays > calls[0].target_forwards
+    finally:
+        target.set_attn_implementation(before)
+
+
+def _has_static_rollback():
+    from transformers.cache_utils import StaticLayer
+
+    return StaticLayer.is_croppable
