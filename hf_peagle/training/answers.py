@@ -41,7 +41,9 @@ class AnswerConfig:
     their random numbers, follow from `seed` and the conversation's id. Lengths are in tokens: conversations whose
     prompt exceeds `max_prompt_tokens` are skipped (a later turn that exceeds it ends the conversation), an answer
     ends after `max_new_tokens`. `slots` conversations are decoded together. `shard_size` finished conversations
-    make one file; `shard_index` of `num_shards` says which part of the prompts this process answers.
+    make one file; `shard_index` of `num_shards` says which part of the prompts this process answers. Within windows of
+    `length_window` conversations, prompts are answered in order of length, alternately rising and falling, so that
+    those decoded together are about equally long (1 keeps the given order).
     """
 
     max_prompt_tokens: int = 1024
@@ -52,6 +54,7 @@ class AnswerConfig:
     seed: int = 0
     slots: int = 64
     shard_size: int = 100
+    length_window: int = 1024
     shard_index: int = 0
     num_shards: int = 1
     repetition_guard: bool = True
@@ -59,7 +62,7 @@ class AnswerConfig:
     repetition_max_period: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_new_tokens", "max_turns", "slots", "shard_size"):
+        for name in ("max_prompt_tokens", "max_new_tokens", "max_turns", "slots", "shard_size", "length_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0.0 <= self.temperature_fraction <= 1.0:
@@ -271,6 +274,18 @@ class ConversationBuilder:
 # ------------------------------------------------------------------------------------------------------- generation
 
 
+def order_by_length(prompts: list[Prompt], window: int) -> list[Prompt]:
+    """Sorts by length inside windows, alternately rising and falling: neighbours stay alike across window borders."""
+    ordered: list[Prompt] = []
+    for number, begin in enumerate(range(0, len(prompts), window)):
+        ordered += sorted(
+            prompts[begin : begin + window],
+            key=lambda p: sum(len(m["content"]) for m in p.messages),
+            reverse=number % 2 == 1,
+        )
+    return ordered
+
+
 def generate_answers(
     model: Any, tokenizer: Any, prompts: Iterable[Prompt], output: str | Path, config: AnswerConfig
 ) -> int:
@@ -283,7 +298,7 @@ def generate_answers(
     writer = ShardWriter(folder, prefix, config.shard_size)
     done = finished_ids(folder)
     mine = take_shard(list(prompts), config.shard_index, config.num_shards)
-    todo = deque(p for p in mine if p.id not in done)
+    todo = deque(order_by_length([p for p in mine if p.id not in done], config.length_window))
     logger.info("%d of this process's %d prompts are left", len(todo), len(mine))
     eos_ids = eos_token_ids(model, tokenizer)
     builder = ConversationBuilder(tokenizer, config, eos_ids)

@@ -1,9 +1,7 @@
 """Continuous-batching decoding for decoder-only transformers models: many requests, no step spent on finished rows.
 
-`SlotEngine` keeps a fixed number of slots. Every slot holds one request; all of them share one preallocated key/value
-buffer in which the newest token of every slot lies in the same column, so that older requests simply start further to
-the left ("left padding by mask"). When a request ends, the next prompt is prefilled alone, without padding, and its
-keys and values are copied into the columns left of the write position.
+`SlotEngine` keeps a fixed number of slots, each with one request, in one key/value buffer (see `slot_cache`). When a
+request ends, the next prompt is prefilled alone, without padding, and its keys and values are copied into the slot.
 
 `PlainEngine` is the same interface over `model.generate`, for models whose caches the slot buffer cannot represent
 (sliding windows, recurrent states, compressed caches). `make_engine` chooses.
@@ -13,22 +11,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from hf_peagle.training.slot_cache import SlotCache, grouped_attention
 
 logger = logging.getLogger(__name__)
-
-GROUPED_ATTENTION = "peagle_grouped_decode"
-# Columns of the buffer come in blocks: it is re-packed (copied once) every so many steps.
-_BLOCK = 32
 
 
 @dataclass
@@ -66,173 +59,6 @@ class RepetitionGuard:
         return any(tail[period:] == tail[:-period] for period in range(1, self.max_period + 1))
 
 
-# ------------------------------------------------------------------------------------------------------- attention
-
-
-def grouped_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one query row per sequence as two batched products over the key/value heads, without repeating them.
-
-    query [batch, heads, 1, d], key/value [batch, kv_heads, length, d], mask bool or additive [batch, 1, 1, length].
-    Anything else (several query rows, sinks, soft caps, position biases, dropout, autograd) goes to transformers'
-    sdpa function with the arguments unchanged, so that this function is a drop-in for "sdpa".
-    """
-    special = any(kwargs.get(name) is not None for name in ("s_aux", "softcap", "position_bias", "sliding_window"))
-    needs_grad = torch.is_grad_enabled() and query.requires_grad
-    if query.shape[2] != 1 or dropout or special or needs_grad or (attention_mask is not None and attention_mask.shape[1] != 1):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    batch, heads, _, dim = query.shape
-    kv_heads, length = key.shape[1], key.shape[2]
-    scaling = dim**-0.5 if scaling is None else scaling
-    rows = batch * kv_heads
-    grouped = query.reshape(rows, heads // kv_heads, dim)
-    # Keys on the left: on CPUs the bf16 product with a long first operand is about three times as fast.
-    scores = torch.bmm(key.reshape(rows, length, dim), grouped.transpose(1, 2)).transpose(1, 2)
-    scores = scores.reshape(batch, heads, length).float() * scaling
-    if attention_mask is not None:
-        mask = attention_mask[:, 0]
-        if mask.dtype == torch.bool:
-            scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-        else:
-            scores += mask
-    weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    output = torch.bmm(weights.view(rows, heads // kv_heads, length), value.reshape(rows, length, value.shape[-1]))
-    return output.view(batch, 1, heads, value.shape[-1]), None
-
-
-AttentionInterface.register(GROUPED_ATTENTION, grouped_attention_forward)
-AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
-
-
-@contextmanager
-def grouped_attention(model: Any) -> Iterator[None]:
-    """Switches `model` from "sdpa" to the grouped decode attention and back; other implementations are left alone."""
-    original = model.config._attn_implementation
-    if original != "sdpa":
-        logger.info("attention implementation %r kept (the grouped decode attention replaces only 'sdpa')", original)
-        yield
-        return
-    model.set_attn_implementation(GROUPED_ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(original)
-
-
-# ------------------------------------------------------------------------------------------------------------ cache
-
-
-class _SlotLayer(DynamicLayer):
-    """Keys and values [slots, kv_heads, capacity, d] of one layer. Every pass gets the whole buffer, columns not in use
-    masked: a batched product copies its operands unless they are contiguous, at a cost above that of the product."""
-
-    def __init__(self, columns: _Columns, keys: torch.Tensor, values: torch.Tensor, slots: int) -> None:
-        super().__init__()
-        self.columns = columns
-        self.device = keys.device
-        self.key_buffer = keys.new_zeros(slots, keys.shape[1], columns.capacity, keys.shape[3])
-        self.value_buffer = values.new_zeros(slots, values.shape[1], columns.capacity, values.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.key_buffer[:, :, self.columns.high] = key_states[:, :, 0]
-        self.value_buffer[:, :, self.columns.high] = value_states[:, :, 0]
-        return self.key_buffer, self.value_buffer
-
-    def get_seq_length(self) -> int:
-        return self.columns.high
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns.capacity, 0
-
-    def place(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        high, length = self.columns.high, keys.shape[2]
-        self.key_buffer[slot, :, high - length : high] = keys[0]
-        self.value_buffer[slot, :, high - length : high] = values[0]
-
-    def repack(self, rows: torch.Tensor | None, low: int, high: int, new_high: int, capacity: int) -> None:
-        for name in ("key_buffer", "value_buffer"):
-            old = getattr(self, name)
-            kept = old[:, :, low:high] if rows is None else old[rows, :, low:high]
-            new = old.new_zeros(kept.shape[0], old.shape[1], capacity, old.shape[3])
-            new[:, :, new_high - (high - low) : new_high] = kept
-            setattr(self, name, new)
-
-
-@dataclass
-class _Columns:
-    """The next column to write and the number of columns; they change for all layers at once, between two passes."""
-
-    high: int
-    capacity: int
-
-
-class _SlotCache:
-    """The buffers of all layers and where each slot's tokens begin (`start` [slots], a column number).
-
-    Idle slots have `start` = `high`: they see only the column being written.
-    """
-
-    def __init__(self, prefill: Cache, slots: int) -> None:
-        high = _round_up(prefill.layers[0].keys.shape[2])
-        self.columns = _Columns(high, high + _BLOCK)
-        self.layers = [_SlotLayer(self.columns, layer.keys, layer.values, slots) for layer in prefill.layers]
-        self.cache = Cache(layers=self.layers)
-        self.start = torch.full((slots,), high, dtype=torch.long, device=self.layers[0].device)
-
-    def _repack(self, rows: torch.Tensor | None, room: int) -> None:
-        """Keeps `rows` (all if None), drops the padding they share, leaves at least `room` columns below `high` and
-        one block above it. Capacity and `high` stay multiples of the block: matrix kernels are slow on odd lengths."""
-        start = self.start if rows is None else self.start[rows]
-        low, high = int(start.min()), self.columns.high
-        new_high = _round_up(max(room, high - low, 1))
-        for layer in self.layers:
-            layer.repack(rows, low, high, new_high, new_high + _BLOCK)
-        self.start = start + (new_high - high)
-        self.columns.high, self.columns.capacity = new_high, new_high + _BLOCK
-
-    def place(self, slot: int, prefill: Cache) -> None:
-        """Copies a prompt's keys and values [1, kv_heads, length, d] into a slot, ending at the write position."""
-        length = prefill.layers[0].keys.shape[2]
-        if length > self.columns.high:
-            self._repack(None, length)
-        for layer, filled in zip(self.layers, prefill.layers, strict=True):
-            layer.place(slot, filled.keys, filled.values)
-        self.start[slot] = self.columns.high - length
-
-    def select(self, rows: list[int]) -> None:
-        """Makes the slots `rows` (repetitions allowed) the whole batch."""
-        self._repack(torch.tensor(rows, device=self.start.device), 0)
-
-    def before_step(self) -> torch.Tensor:
-        """Makes room for one column and returns the visible ones, bool [slots, capacity]."""
-        if self.columns.high == self.columns.capacity:
-            self._repack(None, 0)
-        columns = torch.arange(self.columns.capacity, device=self.start.device)
-        return (columns >= self.start[:, None]) & (columns <= self.columns.high)
-
-    def after_step(self, idle: list[int]) -> None:
-        self.columns.high += 1
-        if idle:
-            self.start[idle] = self.columns.high
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _BLOCK) * _BLOCK
-
-
 # ---------------------------------------------------------------------------------------------------------- engines
 
 
@@ -242,110 +68,22 @@ def choose_token(logits: torch.Tensor, request: Request, generator: torch.Genera
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-class SlotEngine:
-    """Continuous batching with `slots` requests in flight; see the module's docstring. Greedy requests give the tokens
-    of `model.generate(do_sample=False)` on each prompt alone (up to the rounding of the batched products)."""
+class Engine:
+    """What the engines share: when an answer ends, and the number of tokens produced so far (`produced`)."""
 
     def __init__(self, model: Any, eos_ids: set[int], slots: int = 64, guard: RepetitionGuard | None = None) -> None:
         if slots < 1:
             raise ValueError(f"slots={slots}: needs at least one slot")
         self.model, self.eos_ids, self.slots, self.guard = model, eos_ids, slots, guard
-        self._cache_name = cache_argument(model)
-        self._generators: list[torch.Generator | None] = []
         self.produced = 0
 
     def generate(self, feed: Feed) -> Iterator[Request]:
-        """Takes requests from `feed()` whenever a slot is free and yields them finished, in order of completion.
+        """Takes requests from `feed()` whenever there is room and yields them finished, in order of completion.
 
-        `feed` may return None for "nothing now"; it is asked again after every finished request, so that a caller can
-        queue a follow-up turn for the request it has just received.
+        `feed` returns None for "nothing now"; it is asked again after every finished request, so that a caller can
+        queue a follow-up turn of the request it has just received.
         """
-        with grouped_attention(self.model):
-            slots: list[Request | None] = []
-            cache: _SlotCache | None = None
-            while True:
-                free = [i for i, r in enumerate(slots) if r is None] + list(range(len(slots), self.slots))
-                exhausted = False
-                for slot in free:
-                    request = None
-                    while request is None:
-                        request = feed()
-                        if request is None:
-                            exhausted = True
-                            break
-                        filled, generator = self._prefill(request)
-                        if request.finish:
-                            yield request
-                            request = None
-                    if request is None:
-                        break
-                    if cache is None:
-                        cache = _SlotCache(filled, self.slots)
-                        slots = [None] * self.slots
-                        self._generators = [None] * self.slots
-                    elif slot >= len(slots):
-                        # The batch was compacted when requests ran short; it only grows again with a new buffer.
-                        cache, slots = self._widen(cache, slots)
-                    cache.place(slot, filled)
-                    slots[slot], self._generators[slot] = request, generator
-                active = [i for i, r in enumerate(slots) if r is not None]
-                if not active or cache is None:
-                    return
-                if exhausted and len(active) <= 0.75 * len(slots):
-                    cache.select(active)
-                    slots = [slots[i] for i in active]
-                    self._generators = [self._generators[i] for i in active]
-                    active = list(range(len(slots)))
-                self._step(cache, slots, active)
-                for i in active:
-                    done = slots[i]
-                    if done is not None and done.finish:
-                        slots[i] = None
-                        yield done
-
-    def _widen(self, cache: _SlotCache, slots: list[Request | None]) -> tuple[_SlotCache, list[Request | None]]:
-        missing = self.slots - len(slots)
-        cache.select([*range(len(slots)), *([0] * missing)])
-        cache.start[len(slots) :] = cache.columns.high
-        self._generators += [None] * missing
-        return cache, slots + [None] * missing
-
-    def _prefill(self, request: Request) -> tuple[Cache, torch.Generator | None]:
-        device = self.model.device
-        cache = DynamicCache(config=self.model.config)
-        ids = torch.tensor([request.prompt_ids], device=device)
-        with torch.no_grad():
-            output = self.model(ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
-        generator = None
-        if request.temperature > 0:
-            generator = torch.Generator(device=device).manual_seed(request.seed)
-        logits = output.logits[0, -1].float()
-        token = choose_token(logits, request, generator) if generator else int(logits.argmax())
-        self._append(request, token)
-        return cache, generator
-
-    def _step(self, cache: _SlotCache, slots: list[Request | None], active: list[int]) -> None:
-        device = self.model.device
-        mask = cache.before_step()
-        ids = torch.tensor([[r.output_ids[-1] if r else 0] for r in slots], device=device)
-        positions = torch.tensor(
-            [[len(r.prompt_ids) + len(r.output_ids) - 1 if r else 0] for r in slots], device=device
-        )
-        with torch.no_grad():
-            output = self.model(
-                ids,
-                attention_mask=mask.to(device=device, dtype=torch.long),
-                position_ids=positions,
-                use_cache=True,
-                **{self._cache_name: cache.cache},
-            )
-        logits = output.logits[:, -1].float()
-        greedy = logits.argmax(dim=-1).tolist()
-        for i in active:
-            request, generator = slots[i], self._generators[i]
-            assert request is not None
-            self._append(request, choose_token(logits[i], request, generator) if generator else greedy[i])
-        cache.after_step([i for i, r in enumerate(slots) if r is None or r.finish])
+        raise NotImplementedError
 
     def _append(self, request: Request, token: int) -> None:
         self.produced += 1
@@ -358,10 +96,257 @@ class SlotEngine:
             request.finish = "repetition"
 
 
+class SlotEngine(Engine):
+    """Continuous batching with `slots` requests in flight; see the module's docstring. Greedy requests give the tokens
+    of `model.generate(do_sample=False)` on each prompt alone, up to the rounding of the batched products."""
+
+    def __init__(self, model: Any, eos_ids: set[int], slots: int = 64, guard: RepetitionGuard | None = None) -> None:
+        super().__init__(model, eos_ids, slots, guard)
+        self._requests: list[Request | None] = []
+        self._generators: list[torch.Generator | None] = []
+        self._cache: SlotCache | None = None
+
+    def generate(self, feed: Feed) -> Iterator[Request]:
+        self._requests, self._generators, self._cache = [], [], None
+        with grouped_attention(self.model):
+            while True:
+                starved = yield from self._fill(feed)
+                if self._cache is None or not any(self._requests):
+                    return
+                if starved:
+                    self._compact()
+                yield from self._step(self._cache)
+
+    def _fill(self, feed: Feed) -> Generator[Request, None, bool]:
+        """Prefills requests into all free slots; yields those that end with their first token. Returns whether `feed`
+        ran out before the slots were full."""
+        for slot in range(self.slots):
+            if slot < len(self._requests) and self._requests[slot] is not None:
+                continue
+            while True:
+                request = feed()
+                if request is None:
+                    return True
+                prefill, generator = self._prefill(request)
+                if not request.finish:
+                    break
+                yield request
+            if self._cache is None:
+                self._cache = SlotCache(prefill, self.slots)
+                self._requests, self._generators = [None] * self.slots, [None] * self.slots
+            elif slot >= len(self._requests):
+                self._widen(self._cache)
+            self._cache.place(slot, prefill)
+            self._requests[slot], self._generators[slot] = request, generator
+        return False
+
+    def _compact(self) -> None:
+        """Drops idle slots once they are a quarter of the batch: a copy of the buffer against cheaper steps."""
+        active = [i for i, request in enumerate(self._requests) if request is not None]
+        if self._cache is not None and len(active) <= 0.75 * len(self._requests):
+            self._cache.select(active)
+            self._requests = [self._requests[i] for i in active]
+            self._generators = [self._generators[i] for i in active]
+
+    def _widen(self, cache: SlotCache) -> None:
+        """Undoes `_compact` when requests arrive again."""
+        present, missing = len(self._requests), self.slots - len(self._requests)
+        cache.select([*range(present), *([0] * missing)])
+        cache.start[present:] = cache.columns.high
+        self._requests += [None] * missing
+        self._generators += [None] * missing
+
+    def _prefill(self, request: Request) -> tuple[Cache, torch.Generator | None]:
+        """Runs the prompt alone and appends the first token."""
+        logits, cache = prefill_prompt(self.model, request.prompt_ids)
+        generator = None
+        if request.temperature > 0:
+            generator = torch.Generator(device=logits.device).manual_seed(request.seed)
+        self._append(request, choose_token(logits, request, generator) if generator else int(logits.argmax()))
+        return cache, generator
+
+    def _step(self, cache: SlotCache) -> Iterator[Request]:
+        """One token for every slot; yields the requests it finished."""
+        tokens = [r.output_ids[-1] if r else 0 for r in self._requests]
+        positions = [len(r.prompt_ids) + len(r.output_ids) - 1 if r else 0 for r in self._requests]
+        logits = decode_step(self.model, cache, tokens, positions)
+        greedy = logits.argmax(dim=-1).tolist()
+        finished = []
+        for slot, request in enumerate(self._requests):
+            if request is None:
+                continue
+            generator = self._generators[slot]
+            self._append(request, choose_token(logits[slot], request, generator) if generator else greedy[slot])
+            if request.finish:
+                finished.append(request)
+                self._requests[slot] = None
+        cache.after_step([slot for slot, request in enumerate(self._requests) if request is None])
+        yield from finished
+
+
+@torch.no_grad()
+def prefill_prompt(model: Any, prompt_ids: list[int]) -> tuple[torch.Tensor, Cache]:
+    """Runs one prompt; returns the fp32 logits [vocab] after its last token and the filled cache."""
+    cache = DynamicCache(config=model.config)
+    arguments = {cache_argument(model): cache}
+    if "logits_to_keep" in _forward_parameters(model):
+        arguments["logits_to_keep"] = 1
+    output = model(torch.tensor([prompt_ids], device=model.device), use_cache=True, **arguments)
+    return output.logits[0, -1].float(), cache
+
+
+@torch.no_grad()
+def decode_step(model: Any, cache: SlotCache, tokens: list[int], positions: list[int]) -> torch.Tensor:
+    """Runs one token for every slot; returns fp32 logits [slots, vocab]. The caller then calls `cache.after_step`."""
+    output = model(
+        torch.tensor(tokens, device=model.device)[:, None],
+        attention_mask=cache.before_step().to(device=model.device, dtype=torch.long),
+        position_ids=torch.tensor(positions, device=model.device)[:, None],
+        use_cache=True,
+        **{cache_argument(model): cache.cache},
+    )
+    return output.logits[:, -1].float()
+
+
+class _GuardCriteria(StoppingCriteria):
+    """Ends the rows of a `model.generate` batch that the repetition guard would end."""
+
+    def __init__(self, guard: RepetitionGuard, prompt_length: int) -> None:
+        self.guard, self.prompt_length = guard, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        stop = [self.guard.triggered(row) for row in input_ids[:, self.prompt_length :].tolist()]
+        return torch.tensor(stop, device=input_ids.device)
+
+
+class PlainEngine(Engine):
+    """`model.generate` on left-padded batches of `slots` requests; a batch lasts as long as its longest answer.
+
+    Requests of different temperatures go into different batches. Sampled tokens depend on the batch they are in.
+    """
+
+    def generate(self, feed: Feed) -> Iterator[Request]:
+        waiting: dict[float, list[Request]] = {}
+        while True:
+            while not any(len(batch) >= self.slots for batch in waiting.values()):
+                request = feed()
+                if request is None:
+                    break
+                waiting.setdefault(request.temperature, []).append(request)
+            if not waiting:
+                return
+            temperature = max(waiting, key=lambda key: len(waiting[key]))
+            yield from self._run(waiting.pop(temperature))
+
+    def _run(self, batch: list[Request]) -> list[Request]:
+        width = max(len(r.prompt_ids) for r in batch)
+        pad = min(self.eos_ids, default=0)
+        ids = [[pad] * (width - len(r.prompt_ids)) + r.prompt_ids for r in batch]
+        mask = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch]
+        temperature, device = batch[0].temperature, self.model.device
+        # Everything a target's own generation config may set that changes probabilities is set back here.
+        config = GenerationConfig(
+            do_sample=temperature > 0,
+            temperature=temperature or 1.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=None,
+            repetition_penalty=1.0,
+            max_new_tokens=max(r.max_new_tokens for r in batch),
+            eos_token_id=sorted(self.eos_ids) or None,
+            pad_token_id=pad,
+        )
+        criteria = StoppingCriteriaList([_GuardCriteria(self.guard, width)] if self.guard else [])
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(batch[0].seed)
+            output = self.model.generate(
+                torch.tensor(ids, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=config,
+                stopping_criteria=criteria,
+            )
+        for request, row in zip(batch, output[:, width:].tolist(), strict=True):
+            for token in row:
+                self._append(request, token)
+                if request.finish:
+                    break
+        return batch
+
+
+# ----------------------------------------------------------------------------------------------------------- choosing
+
+
+def _forward_parameters(model: Any) -> Any:
+    return inspect.signature(type(model).forward).parameters
+
+
 def cache_argument(model: Any) -> str:
     """The forward argument that takes the cache: renamed from `past_key_values` to `cache` in newer transformers."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    return "cache" if "cache" in _forward_parameters(model) else "past_key_values"
 
 
-def make_engine(model: Any, eos_ids: set[int], slots: int, guard: RepetitionGuard | None) -> SlotEngine:
-    return SlotEngine(model, eos_ids, slots, guard)
+def unsupported_reason(model: Any) -> str | None:
+    """Why the slot engine cannot run `model`, or None when it can.
+
+    Reads the shape of the model's cache, then tries: two prompts of different length are decoded three steps in slots
+    and compared with plain forward passes without a cache, so that a family with its own idea of masks, positions or
+    caches is noticed instead of answered wrongly.
+    """
+    implementation = model.config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        return f"its attention implementation is {implementation!r}, not 'sdpa' or 'eager'"
+    if getattr(model, "_is_stateful", False):
+        return "it keeps recurrent states"
+    if not {"position_ids", "attention_mask"} <= set(_forward_parameters(model)):
+        return "its forward takes no attention_mask and position_ids"
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
+    if kinds != {"DynamicLayer"}:
+        return f"its cache layers are {sorted(kinds)}, not all full attention"
+    try:
+        error = _slot_error(model)
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as problem:
+        return f"a trial of the slot buffer failed ({type(problem).__name__}: {problem})"
+    limit = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
+    return None if error <= limit else f"slots give other logits than plain passes (relative error {error:.2g})"
+
+
+@torch.no_grad()
+def _slot_error(model: Any, steps: int = 3) -> float:
+    """Relative error (2-norm, worst step and row) of logits decoded in slots against passes without a cache."""
+    vocab = model.config.get_text_config().vocab_size
+    lengths = (11, 3)
+    rows = [
+        [(7 * (i + row) * (i + 3) + 5) % vocab for i in range(length + steps)] for row, length in enumerate(lengths)
+    ]
+    worst = 0.0
+    with grouped_attention(model):
+        prefills = [prefill_prompt(model, row[:length])[1] for row, length in zip(rows, lengths, strict=True)]
+        if not all(type(layer) is DynamicLayer and layer.is_initialized for p in prefills for layer in p.layers):
+            raise ValueError("some cache layers hold no keys and values of their own")
+        # The shorter prompt makes the buffer, the longer one forces a re-pack; one slot stays idle.
+        cache = SlotCache(prefills[1], 3)
+        for slot, prefill in enumerate(prefills):
+            cache.place(slot, prefill)
+        for step in range(steps):
+            tokens = [row[length + step] for row, length in zip(rows, lengths, strict=True)]
+            logits = decode_step(model, cache, [*tokens, 0], [*(length + step for length in lengths), 0])
+            cache.after_step([2])
+            for slot, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                ids = torch.tensor([row[: length + step + 1]], device=model.device)
+                plain = model(ids, use_cache=False).logits[0, -1].float()
+                error = (logits[slot] - plain).norm() / plain.norm().clamp(min=1e-12)
+                worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
+    return worst
+
+
+def make_engine(model: Any, eos_ids: set[int], slots: int = 64, guard: RepetitionGuard | None = None) -> Engine:
+    """The fastest engine that gives `model`'s own tokens; says in the log why when that is not the slot engine."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model={type(model).__name__}: an encoder-decoder; answers need a decoder-only model")
+    reason = unsupported_reason(model)
+    if reason is None:
+        return SlotEngine(model, eos_ids, slots, guard)
+    logger.warning(
+        "%s is answered by model.generate in plain batches, which is slower: %s", type(model).__name__, reason
+    )
+    return PlainEngine(model, eos_ids, slots, guard)
