@@ -294,7 +294,8 @@ class _Call:
                     self.recorder.tokens(b, 1, scores[b : b + 1], logits[b, count : count + 1])
             count += 1
             ended = done | self.stopping.criteria(self.tokens.data[:, : end + 1], self.recorder.scores_so_far())
-            agrees = (accepted > 0) | ended if one.length else torch.zeros_like(ended)
+            # A finished row is padded and needs no agreement; without an end token it goes on like the others.
+            agrees = (accepted > 0) | (ended & self.stopping.has_eos) if one.length else torch.zeros_like(ended)
             report = torch.stack([ended, agrees]).tolist()
             self.stats.host_reads += 1
             self.finished = [bool(x) for x in report[0]]
