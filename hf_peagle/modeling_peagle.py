@@ -231,12 +231,24 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
         """
         As in transformers, from safetensors only, and strict: a tensor that is missing or misshapen is an error, since
         a head with random parts would load quietly and merely be useless.
+
+        With the package installed, heads of other projects are read too (docs/formats.md). Such checkpoints may need
+        `target_config` (config, path or name of the target), `mask_token_id`, `target_layer_ids` or `allow_bin=True`.
         """
         if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors=False: P-EAGLE heads are read from safetensors files only.")
         kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
-        head, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        source = pretrained_model_name_or_path
+        try:  # remote-code copies of this file may run without the package; they read their own format
+            from hf_peagle.formats import load_arguments
+        except ImportError:
+            pass
+        else:
+            source, kwargs = load_arguments(source, kwargs)
+        head, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        if source is not pretrained_model_name_or_path:
+            head.config._name_or_path = head.name_or_path = str(pretrained_model_name_or_path)
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
                 f"The checkpoint {pretrained_model_name_or_path} lacks {', '.join(missing)}. "
