@@ -140,7 +140,7 @@ def run_benchmark(
         "drafter": Path(options.drafter).name if options.drafter else "untrained",
         "settings": {
             **asdict(options),
-            **{n: _name(getattr(options, n)) for n in ("target", "drafter", "eagle3", "assistant")},
+            **{n: Path(getattr(options, n) or "").name for n in ("target", "drafter", "eagle3", "assistant")},
         },
         "prompts": {"count": len(prompts), "ids": [prompt.id for prompt in prompts], "sha256": _fingerprint(prompts)},
         "rows": readme_rows(sections[0]),

@@ -161,9 +161,7 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
     return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
-def _tasks_of(
-    variant: Variant, context_ids: torch.Tensor, verify_rows: Sequence[int], draft_lengths: Sequence[int]
-) -> list[_Task]:
+def _tasks_of(variant: Variant, context_ids: torch.Tensor, verify_rows: Sequence[int], draft_lengths: Sequence[int]) -> list[_Task]:
     target, head = variant.target, variant.heads["peagle"]
     batch, context = context_ids.shape
     capture = FeatureCapture(target, head.config.target_layer_ids)

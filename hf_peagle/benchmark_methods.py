@@ -107,9 +107,7 @@ class OracleHead:
         for b, row in enumerate(sequences):
             self._truth[b, : len(row)] = torch.tensor(row, device=self._truth.device)
 
-    def draft(
-        self, token_ids: Any, features: Any, counts: torch.Tensor, num_tokens: int, cache: Any, **kwargs: Any
-    ) -> DraftOutput:
+    def draft(self, token_ids: Any, features: Any, counts: torch.Tensor, num_tokens: int, cache: Any, **kwargs: Any) -> DraftOutput:
         """As [`PEagleDrafterModel.draft`]."""
         out = self._head.draft(token_ids, features, counts, num_tokens, cache, **kwargs)
         # The cache counts the slots read; slot j holds token j + 1.
@@ -288,9 +286,7 @@ def answers(output: torch.Tensor, prompt_width: int, eos: list[int]) -> list[lis
 
 
 @torch.no_grad()
-def first_divergence(
-    target: PreTrainedModel, prompt: EncodedPrompt, expected: list[int], found: list[int]
-) -> dict[str, Any] | None:
+def first_divergence(target: PreTrainedModel, prompt: EncodedPrompt, expected: list[int], found: list[int]) -> dict[str, Any] | None:
     """
     Where `found` leaves `expected`, with the margin between the target's two best logits there: the target reads the
     prompt and the common tokens in one pass. `None` if they are equal. A margin near rounding error means that two

@@ -62,9 +62,7 @@ class BenchmarkOptions:
                 if length != "adaptive" and not (isinstance(length, int) and length >= 1):
                     raise ValueError(f"num_assistant_tokens={length!r}: give numbers of at least 1, or 'adaptive'.")
                 if length == TRANSFORMERS_DEFAULT_LENGTH:
-                    raise ValueError(
-                        f"num_assistant_tokens={length}: generate() cannot tell it from its own default; take another."
-                    )
+                    raise ValueError(f"num_assistant_tokens={length}: generate() cannot tell it from its own default; take another.")
 
     @property
     def oracle_lengths(self) -> tuple[int | str, ...]:
@@ -93,9 +91,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", nargs="+", default=["fp32"], choices=list(DTYPES))
     p.add_argument("--batch-size", nargs="+", type=int, default=[1])
     p.add_argument("--num-assistant-tokens", nargs="+", type=_length, help="draft lengths; numbers and 'adaptive'")
-    p.add_argument(
-        "--eagle3-tokens", nargs="+", type=_length, default=[2, 4, "adaptive"], help="lengths of the EAGLE-3 head"
-    )
+    p.add_argument("--eagle3-tokens", nargs="+", type=_length, default=[2, 4, "adaptive"], help="lengths of the EAGLE-3 head")
     p.add_argument("--eager-tokens", nargs="*", type=_length, default=["adaptive"], help="P-EAGLE on the stock target")
     p.add_argument("--oracle-tokens", nargs="*", type=_length, help="accept-all oracle; default: the largest number")
     p.add_argument("--random-head", action="store_true", help="also a random head, the worst case of adaptive drafting")

@@ -95,9 +95,7 @@ def select_prompts(
     return [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
 
 
-def _usable(
-    name: str, prompts: list[Prompt], encode: Callable[[Prompt], list[int]], max_prompt_tokens: int
-) -> list[EncodedPrompt]:
+def _usable(name: str, prompts: list[Prompt], encode: Callable[[Prompt], list[int]], max_prompt_tokens: int) -> list[EncodedPrompt]:
     encoded = [EncodedPrompt(prompt.id, tuple(encode(prompt))) for prompt in prompts]
     kept = [prompt for prompt in encoded if 0 < len(prompt.ids) <= max_prompt_tokens]
     if len(kept) < len(encoded):

@@ -10,21 +10,17 @@ from transformers.cache_utils import Cache
 from .target_state import find_cache
 
 
-def check_pair(
-    target: PreTrainedModel, head: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
+def check_pair(target: PreTrainedModel, head: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError`, naming the cause and the remedy, if `head` cannot draft for `target` in this call."""
     check_fit(target, head)
     name = type(target).__name__
     if target.config.is_encoder_decoder:
         raise ValueError(
-            f"{name} is an encoder-decoder model; P-EAGLE drafts for decoder-only targets. Generate without "
-            "assistant_model."
+            f"{name} is an encoder-decoder model; P-EAGLE drafts for decoder-only targets. Generate without assistant_model."
         )
     if getattr(target, "_is_stateful", False):
         raise ValueError(
-            f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. Generate without "
-            "assistant_model."
+            f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. Generate without assistant_model."
         )
     if not model_kwargs.get("use_cache", True):
         raise ValueError("use_cache=False: verifying drafts needs the target's cache. Drop use_cache or assistant_model.")

@@ -150,8 +150,8 @@ class PEagleConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         # Input and output tables of a head are never one matrix: they cover different vocabularies.
         kwargs["tie_word_embeddings"] = False
-        super().__init__(**kwargs)
         self.check()
+        super().__init__(**kwargs)
 
     @property
     def num_aux_hidden_states(self) -> int:
@@ -174,8 +174,7 @@ class PEagleConfig(PreTrainedConfig):
         """
         if getattr(target_config, "is_encoder_decoder", False):
             raise ValueError(
-                f"target_config: {type(target_config).__name__} is an encoder-decoder model; "
-                "P-EAGLE drafts for decoder-only targets."
+                f"target_config: {type(target_config).__name__} is an encoder-decoder model; P-EAGLE drafts for decoder-only targets."
             )
         text = target_config.get_text_config()
         hidden = overrides.get("hidden_size", text.hidden_size)
@@ -223,9 +222,7 @@ class PEagleConfig(PreTrainedConfig):
         positive("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "num_depths")
         positive("draft_length", "max_position_embeddings")
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"PEagleConfig.draft_vocab_size is {self.draft_vocab_size}, larger than vocab_size {self.vocab_size}."
-            )
+            raise ValueError(f"PEagleConfig.draft_vocab_size is {self.draft_vocab_size}, larger than vocab_size {self.vocab_size}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"PEagleConfig.num_key_value_heads is {self.num_key_value_heads}, which does not divide "
@@ -246,13 +243,10 @@ class PEagleConfig(PreTrainedConfig):
         for name in ("share_embeddings", "share_lm_head"):
             if getattr(self, name) and self.hidden_size != self.target_hidden_size:
                 raise ValueError(
-                    f"PEagleConfig.{name} needs hidden_size {self.hidden_size} to equal target_hidden_size "
-                    f"{self.target_hidden_size}."
+                    f"PEagleConfig.{name} needs hidden_size {self.hidden_size} to equal target_hidden_size {self.target_hidden_size}."
                 )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"PEagleConfig.mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}."
-            )
+            raise ValueError(f"PEagleConfig.mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}.")
         if self.mask_token_id is None and not self.share_embeddings and self.algorithm == "peagle":
             raise ValueError(
                 "PEagleConfig.mask_token_id is missing: with own embeddings the row of an unused token id stands at "

@@ -66,9 +66,7 @@ class GraphedStep:
         examples (`dict[str, torch.Tensor]`): shapes, dtypes and devices of the inputs, and values for the warm-up.
     """
 
-    def __init__(
-        self, backend: Backend, step: Callable[..., tuple[torch.Tensor, ...]], examples: dict[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, backend: Backend, step: Callable[..., tuple[torch.Tensor, ...]], examples: dict[str, torch.Tensor]) -> None:
         self.inputs = {name: example.clone() for name, example in examples.items()}
         # Made outside the capture, so that they are not part of the graphs' shared memory pool.
         self.outputs = tuple(torch.empty_like(result) for result in step(**self.inputs))

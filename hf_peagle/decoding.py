@@ -333,9 +333,7 @@ class _Call:
         publish(self.stats)
         if not self.config.return_dict_in_generate:
             return sequences
-        output = GenerateDecoderOnlyOutput(
-            sequences=sequences, **{self.target.cache_name: self.target.cache}, **self.recorder.result()
-        )
+        output = GenerateDecoderOnlyOutput(sequences=sequences, **{self.target.cache_name: self.target.cache}, **self.recorder.result())
         output.speculation = self.stats
         return output
 

@@ -22,9 +22,7 @@ class FeatureCapture:
     listen to the thread that opened it only, so concurrent calls on one target do not mix.
     """
 
-    def __init__(
-        self, target: PreTrainedModel, layer_ids: list[int], all_states: bool = False, chunked_prefill: bool = False
-    ) -> None:
+    def __init__(self, target: PreTrainedModel, layer_ids: list[int], all_states: bool = False, chunked_prefill: bool = False) -> None:
         """
         Args:
             all_states: the caller of `generate()` wants every hidden state, so there is nothing to select.

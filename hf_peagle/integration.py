@@ -132,3 +132,7 @@ class PEagleGenerationMixin:
             "if that led here, the hook is not installed (import hf_peagle, or hf_peagle.install()), or use "
             "target.generate(..., custom_generate=head.custom_generate)."
         )
+
+    def _supports_logits_to_keep(self) -> bool:
+        """transformers' own assisted decoding asks this first; it was reached because the hook is missing."""
+        return bool(self.generate())

@@ -189,9 +189,7 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(config.feature_size, eps=eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(
-                LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)
-            )
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states))
         self.fc = nn.Linear(config.feature_size, hidden, bias=False)
         self.layers = nn.ModuleList(PEagleDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(hidden, eps=eps)
@@ -500,9 +498,7 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
             probabilities,
         )
 
-    def _extend(
-        self, embeddings: torch.Tensor, projected: torch.Tensor, cache: DrafterCache, ahead: int = 0
-    ) -> torch.Tensor:
+    def _extend(self, embeddings: torch.Tensor, projected: torch.Tensor, cache: DrafterCache, ahead: int = 0) -> torch.Tensor:
         """Runs rows that follow the cached real slots at a distance of `ahead` columns, attending to all before them."""
         rows = projected.shape[1]
         visible = cache.visible_columns(cache.longest + ahead + rows)
@@ -514,9 +510,7 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
 
         return self.run_layers(embeddings, projected, columns, attention_mask, store)
 
-    def _draw(
-        self, logits: torch.Tensor, sample: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
-    ) -> DraftOutput:
+    def _draw(self, logits: torch.Tensor, sample: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None) -> DraftOutput:
         """Draft ids for rows of logits, and the target ids they stand for."""
         draft_ids, probabilities = (logits.argmax(dim=-1), None) if sample is None else sample(logits)
         tokens = draft_ids + self.d2t[draft_ids] if self.has_vocab_map else draft_ids

@@ -54,9 +54,7 @@ class Recorder:
     def forward(self, row: int, count: int, outputs: Any, target: TargetState, q: int) -> None:
         """The first `count` of a row's `q` verified positions, before `target` keeps them."""
         if self.wants_states:
-            self._states[row] += [
-                tuple(state[row, i : i + 1].clone() for state in outputs.hidden_states) for i in range(count)
-            ]
+            self._states[row] += [tuple(state[row, i : i + 1].clone() for state in outputs.hidden_states) for i in range(count)]
         if self._prefill_attentions is not None:
             shift = target.starts[row] - target.first_starts[row]
             for i in range(count):
@@ -80,9 +78,7 @@ class Recorder:
     def _stack(self, rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         steps = max(len(row) for row in rows)
         longest = max(rows, key=len)
-        return tuple(
-            torch.stack([row[s] if s < len(row) else torch.zeros_like(longest[s]) for row in rows]) for s in range(steps)
-        )
+        return tuple(torch.stack([row[s] if s < len(row) else torch.zeros_like(longest[s]) for row in rows]) for s in range(steps))
 
     def _layers(self, first: Layers | None, rows: list[list[Layers]]) -> tuple[Layers, ...]:
         steps = max(len(row) for row in rows)

@@ -182,14 +182,11 @@ def _requested_length(generation_config: GenerationConfig, config: PEagleConfig)
     if asked is None or asked == TRANSFORMERS_DEFAULT_LENGTH:
         return None
     if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
-        raise ValueError(
-            f"num_assistant_tokens={asked!r}: give the number of tokens to draft per round, or 0 for plain decoding."
-        )
+        raise ValueError(f"num_assistant_tokens={asked!r}: give the number of tokens to draft per round, or 0 for plain decoding.")
     if asked > config.num_depths and (asked, config.num_depths) not in _warned:
         _warned.add((asked, config.num_depths))
         logger.warning(
-            "num_assistant_tokens=%d is more than the %d depths this head was trained for; drafts beyond them are "
-            "rarely accepted.",
+            "num_assistant_tokens=%d is more than the %d depths this head was trained for; drafts beyond them are rarely accepted.",
             asked,
             config.num_depths,
         )

@@ -66,9 +66,7 @@ def score_warpers(processors: LogitsProcessorList) -> LogitsProcessorList:
     return LogitsProcessorList(p for p in processors if type(p) in SCORES_ONLY_PROCESSORS and type(p) is not skip)
 
 
-def process_block(
-    processors: LogitsProcessorList, sequences: torch.Tensor, lengths: list[int], logits: torch.Tensor
-) -> torch.Tensor:
+def process_block(processors: LogitsProcessorList, sequences: torch.Tensor, lengths: list[int], logits: torch.Tensor) -> torch.Tensor:
     """
     Applies position-independent processors at every verified position with that position's own prefix.
 
@@ -91,9 +89,7 @@ def process_block(
     return scores
 
 
-def _process_by_prefix(
-    processor: LogitsProcessor, sequences: torch.Tensor, lengths: list[int], scores: torch.Tensor
-) -> torch.Tensor:
+def _process_by_prefix(processor: LogitsProcessor, sequences: torch.Tensor, lengths: list[int], scores: torch.Tensor) -> torch.Tensor:
     """
     One call per prefix length, each with the whole batch cut to that length, as in plain decoding: some processors know
     things about every row (its padding, its encoder prompt). Only rows that need this length take the result.

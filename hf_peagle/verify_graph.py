@@ -40,9 +40,7 @@ class VerifyGraphs:
         if mask is not None:
             self.valid[:, : mask.shape[1]] = mask.bool()
 
-    def verify(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def verify(self, tokens: torch.Tensor, position_ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """
         Logits `[batch, q, vocab]` and features `[batch, q, feature_size]` of `tokens` (`[batch, q]`) behind `length`
         cached columns, or `None` if this width could not be captured.
@@ -66,9 +64,7 @@ class VerifyGraphs:
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(length)
 
-    def _step(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, start: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, tokens: torch.Tensor, position_ids: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = tokens.shape[1]
         for layer in self.cache.layers:
             layer.cumulative_length.copy_(start)

@@ -129,9 +129,7 @@ class _Oracle(PEagleDrafterModel):
     truth: torch.Tensor
     start: int
 
-    def draft(
-        self, token_ids: Any, features: Any, counts: Any, num_tokens: int, cache: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def draft(self, token_ids: Any, features: Any, counts: Any, num_tokens: int, cache: Any, *args: Any, **kwargs: Any) -> Any:
         out = super().draft(token_ids, features, counts, num_tokens, cache, *args, **kwargs)
         # Slots in the cache count the prompt's tokens and all generated ones but the last.
         place = (cache.lengths + 1)[:, None] + torch.arange(num_tokens, device=self.device)

@@ -88,9 +88,7 @@ def compare_with_speculators(overrides: dict[str, Any], args: argparse.Namespace
     dtype = overrides.pop("dtype", torch.float32)
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     shape |= {"intermediate_size": 48, "target_layer_ids": [2, 4, 5], "target_num_hidden_layers": 8}
-    config = PEagleConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, mask_token_id=MASK, draft_length=args.drafts, **(shape | overrides)
-    )
+    config = PEagleConfig(vocab_size=VOCAB, hidden_size=WIDTH, mask_token_id=MASK, draft_length=args.drafts, **(shape | overrides))
     config.target_name_or_path = args.target  # their loader reads the target's tables, and keeps the file's
     head = randomise(PEagleDrafterModel(config)).to(dtype).eval()
     if head.has_vocab_map:
@@ -193,9 +191,7 @@ def save_target() -> str:
 
 
 def target_config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=8, num_attention_heads=2
-    )
+    return LlamaConfig(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=8, num_attention_heads=2)
 
 
 def randomise(model: Any) -> Any:

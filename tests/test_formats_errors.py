@@ -15,9 +15,7 @@ from hf_peagle.formats import FormatError
 
 from .support import foreign_heads as fixture
 
-TARGET = LlamaConfig(
-    vocab_size=fixture.VOCAB, hidden_size=fixture.WIDTH, num_hidden_layers=fixture.TARGET_LAYERS, num_attention_heads=4
-)
+TARGET = LlamaConfig(vocab_size=fixture.VOCAB, hidden_size=fixture.WIDTH, num_hidden_layers=fixture.TARGET_LAYERS, num_attention_heads=4)
 Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 

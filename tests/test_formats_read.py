@@ -17,9 +17,7 @@ from hf_peagle.formats import FormatError
 from .support import foreign_heads as fixture
 from .support.golden import golden_files, load_golden
 
-TARGET = LlamaConfig(
-    vocab_size=fixture.VOCAB, hidden_size=fixture.WIDTH, num_hidden_layers=fixture.TARGET_LAYERS, num_attention_heads=4
-)
+TARGET = LlamaConfig(vocab_size=fixture.VOCAB, hidden_size=fixture.WIDTH, num_hidden_layers=fixture.TARGET_LAYERS, num_attention_heads=4)
 
 PEAGLE_CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     "vllm": (fixture.amazon, {"num_hidden_layers": 4}, {"target_config": TARGET}),
@@ -75,9 +73,7 @@ def test_golden_weights_as_a_speculators_folder_give_the_golden_logits(path: Pat
     folder = fixture.save(tmp_path, config, weights)
     loaded = PEagleDrafterModel.from_pretrained(folder).eval()
     slots = tensors["in.tokens"].shape[1]
-    out = loaded.draft(
-        tensors["in.tokens"], tensors["in.features"], torch.tensor([slots]), int(meta["K"]), loaded.new_cache(1)
-    )
+    out = loaded.draft(tensors["in.tokens"], tensors["in.features"], torch.tensor([slots]), int(meta["K"]), loaded.new_cache(1))
     torch.testing.assert_close(out.logits[0], tensors["out.logits"], atol=1e-5, rtol=1e-5)
 
 
@@ -99,9 +95,7 @@ def test_mixed_dtypes_are_held_in_the_widest(tmp_path: Path) -> None:
     assert torch.equal(head.norm.weight, tensors["norm.weight"])
 
 
-def test_wrong_layer_count_in_the_config_is_overruled_by_the_tensors(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_layer_count_in_the_config_is_overruled_by_the_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, tensors = fixture.safeailab(fixture.tiny_eagle3())
     folder = fixture.save(tmp_path, config | {"num_hidden_layers": 36}, tensors)
     head = PEagleDrafterModel.from_pretrained(folder, target_config=TARGET)

@@ -97,9 +97,7 @@ def test_eagle3_heads_are_written_without_what_they_borrow_and_come_back(format_
 def test_borrowed_tables_are_written_out_and_draft_the_same(
     format_name: str, draft_vocab: int, tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
-    head = fixture.tiny_head(
-        share_embeddings=True, share_lm_head=True, mask_token_id=None, draft_vocab_size=draft_vocab, fc_norm=True
-    )
+    head = fixture.tiny_head(share_embeddings=True, share_lm_head=True, mask_token_id=None, draft_vocab_size=draft_vocab, fc_norm=True)
     folder = WRITERS[format_name].write(head, tmp_path / "out", target, Tokenizer(50, 63))
     read = PEagleDrafterModel.from_pretrained(folder)
     assert read.config.mask_token_id == 63
@@ -108,9 +106,7 @@ def test_borrowed_tables_are_written_out_and_draft_the_same(
     assert torch.equal(read.lm_head.weight, target.lm_head.weight[head.draft_token_ids])
     tokens = torch.randint(0, 63, (1, 6))
     features = torch.randn(1, 6, head.config.feature_size).to(torch.bfloat16)
-    outs = [
-        h.draft(tokens, features, torch.tensor([6]), 5, h.new_cache(1), borrowed=h.borrow(target)) for h in (head, read)
-    ]
+    outs = [h.draft(tokens, features, torch.tensor([6]), 5, h.new_cache(1), borrowed=h.borrow(target)) for h in (head, read)]
     assert torch.equal(outs[0].logits, outs[1].logits)
 
 
@@ -152,9 +148,7 @@ def test_what_the_formats_cannot_express_is_refused_or_warned_about(tmp_path: Pa
     same_facts(read.config, narrow.config)
 
 
-def test_destination_with_content_is_kept_and_a_failed_write_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_destination_with_content_is_kept_and_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(FormatError, match="not an empty folder"):

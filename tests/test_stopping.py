@@ -73,9 +73,7 @@ def test_criteria_of_the_user(lengths, place):
         lambda: StopAfterCalls(place + 1),
     ]
     for make in makers:
-        plain, drafted = both(
-            target, head, arguments, lambda make=make: {"stopping_criteria": StoppingCriteriaList([make()])}
-        )
+        plain, drafted = both(target, head, arguments, lambda make=make: {"stopping_criteria": StoppingCriteriaList([make()])})
         assert plain.tolist() == drafted.tolist()
 
 

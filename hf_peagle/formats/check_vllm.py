@@ -51,9 +51,7 @@ def check(folder: str | Path) -> Report:
     folder, report = Path(folder), Report()
     try:
         config = read_json(folder / "config.json")
-        tensors = {
-            name: _Tensor(tuple(piece.get_shape()), piece.get_dtype()) for name, piece in open_tensors(weight_files(folder))
-        }
+        tensors = {name: _Tensor(tuple(piece.get_shape()), piece.get_dtype()) for name, piece in open_tensors(weight_files(folder))}
     except FormatError as error:
         report.errors.append(str(error))
         return report
@@ -90,15 +88,11 @@ def _served_config(config: dict[str, Any], report: Report) -> tuple[Values, str]
     if "name_or_path" not in spec.section("verifier").values:
         raise FormatError("config.json: speculators_config: verifier.name_or_path is missing.")
     if spec.section("verifier").values["name_or_path"] is None:
-        report.warnings.append(
-            "verifier.name_or_path is null: `vllm serve FOLDER` cannot find the target; name it yourself."
-        )
+        report.warnings.append("verifier.name_or_path is null: `vllm serve FOLDER` cannot find the target; name it yourself.")
     if "mask_token_id" not in values:
         raise FormatError("config.json: mask_token_id is missing; vLLM takes it for the mask slots.")
     if values.flag("fc_norm"):
-        report.errors.append(
-            "fc_norm is true, but vLLM does not pass it on from a speculators config: use the flat layout."
-        )
+        report.errors.append("fc_norm is true, but vLLM does not pass it on from a speculators config: use the flat layout.")
     merged = dict(decoder.values)
     for key in ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc"):
         if key in values:
@@ -147,14 +141,10 @@ def _check_mask_id(config: Values, report: Report) -> None:
     found |= {key: config.integer(key, minimum=0) for key in _MASK_KEYS}
     found = {key: value for key, value in found.items() if value is not None}
     if not found:
-        report.errors.append(
-            "the mask token's id is missing: vLLM looks for dflash_config.mask_token_id, " + ", ".join(_MASK_KEYS) + "."
-        )
+        report.errors.append("the mask token's id is missing: vLLM looks for dflash_config.mask_token_id, " + ", ".join(_MASK_KEYS) + ".")
         return
     if len(set(found.values())) > 1:
-        report.errors.append(
-            f"the mask token's id differs between keys ({found}); vLLM releases differ in which they read."
-        )
+        report.errors.append(f"the mask token's id differs between keys ({found}); vLLM releases differ in which they read.")
     if "pard_token" not in found and "ptd_token_id" not in found:
         report.warnings.append("neither pard_token nor ptd_token_id is present; older vLLM releases read only these.")
     vocab = config.integer("vocab_size")
@@ -233,9 +223,7 @@ def _expected(config: Values, family: str, tensors: dict[str, _Tensor], report: 
         shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(streams)}
         report.warnings.append("fc_norm is true: vLLM releases without per-stream norms stop at fc_norm.0.weight.")
     if width != hidden:
-        report.warnings.append(
-            "target_hidden_size differs from hidden_size: early releases size mask_hidden by hidden_size."
-        )
+        report.warnings.append("target_hidden_size differs from hidden_size: early releases size mask_hidden by hidden_size.")
     for i in range(layers):
         prefix, inputs = f"layers.{i}.", 2 * hidden if i == 0 else hidden
         projections = {"q": (query, inputs), "k": (key, inputs), "v": (key, inputs), "o": (hidden, query)}
@@ -286,9 +274,7 @@ def _check_map(folder: Path, config: Values, tensors: dict[str, _Tensor], report
             report.errors.append(f"d2t is missing: draft_vocab_size {size} needs the map to the vocabulary of {vocab}.")
         return
     if tensors[name].dtype != "I64" or tensors[name].shape != (size,):
-        report.errors.append(
-            f"{name} has dtype {tensors[name].dtype} and shape {tensors[name].shape}, expected I64 ({size},)."
-        )
+        report.errors.append(f"{name} has dtype {tensors[name].dtype} and shape {tensors[name].shape}, expected I64 ({size},).")
         return
     ids = torch.arange(size) + _values_of(folder, name)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or ids.unique().numel() != size:

@@ -236,9 +236,7 @@ def _base_model(card: Path) -> str | None:
         return None
     text = card.read_text(encoding="utf-8", errors="replace")
     match = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
-    names = re.findall(
-        r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([\w./-]+)[\"']?[ \t]*$", match.group(1) if match else "", re.M
-    )
+    names = re.findall(r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([\w./-]+)[\"']?[ \t]*$", match.group(1) if match else "", re.M)
     return names[0] if len(names) == 1 else None
 
 

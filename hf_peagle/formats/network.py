@@ -26,8 +26,7 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.|^verifier_(norm|lm_head)\.")
 _WHY = {
     "mask_hidden": "without it mask slots have no input: the export dropped it, or this is an EAGLE-3 head and its "
     "config wrongly promises parallel drafting.",
-    "embed_tokens.weight": "a P-EAGLE head trains its own table (the mask token's row above all), so the target's cannot "
-    "stand in.",
+    "embed_tokens.weight": "a P-EAGLE head trains its own table (the mask token's row above all), so the target's cannot stand in.",
     "d2t": "a pruned draft vocabulary needs the map to target ids.",
 }
 
@@ -88,10 +87,7 @@ def build_head(checkpoint: Checkpoint, described: Described, options: ReadOption
     dtype = _common_dtype(checkpoint, tensors)
     config.dtype = dtype
     shapes = expected_shapes(config)
-    ready = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).reshape(shapes[name])
-        for name, tensor in tensors.items()
-    }
+    ready = {name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).reshape(shapes[name]) for name, tensor in tensors.items()}
     return ForeignHead(config, ready, described.checkpoint_format)
 
 
@@ -104,9 +100,7 @@ def expected_shapes(config: PEagleConfig) -> dict[str, torch.Size]:
 # ---------------------------------------------------------------------- the configuration
 
 
-def _head_config(
-    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], described: Described, options: ReadOptions
-) -> PEagleConfig:
+def _head_config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], described: Described, options: ReadOptions) -> PEagleConfig:
     values = described.values
     if "quantization_config" in values:
         raise values.error("quantization_config", "quantised heads are not read; export the head unquantised.")
@@ -185,9 +179,7 @@ def _matrix(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], name: str)
     return tensors[name]
 
 
-def _attention_shape(
-    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], values: Values, hidden: int
-) -> dict[str, int]:
+def _attention_shape(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], values: Values, hidden: int) -> dict[str, int]:
     """head_dim and head counts from the config's numbers, checked against the projections of layer 0."""
     query = _matrix(checkpoint, tensors, "layers.0.self_attn.q_proj.weight").shape[0]
     key = _matrix(checkpoint, tensors, "layers.0.self_attn.k_proj.weight").shape[0]
@@ -230,9 +222,7 @@ def _layer_count(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], value
         raise FormatError(f"{checkpoint.name}: tensors of layers.{gaps[0]} are missing, while layers.{count - 1} has some.")
     claimed = values.integer("num_hidden_layers")
     if claimed is not None and claimed != count:
-        logger.warning(
-            "%s says num_hidden_layers %d, but holds %d layers; the tensors count.", values.where, claimed, count
-        )
+        logger.warning("%s says num_hidden_layers %d, but holds %d layers; the tensors count.", values.where, claimed, count)
     return count
 
 
@@ -406,9 +396,7 @@ def _special_id(values: Values, key: str) -> Any:
 # ---------------------------------------------------------------------- the tensors
 
 
-def _vocabulary_map(
-    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], config: PEagleConfig
-) -> dict[str, torch.Tensor]:
+def _vocabulary_map(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], config: PEagleConfig) -> dict[str, torch.Tensor]:
     """`d2t` (int64 offsets) and `t2d` (bool) where the vocabulary is pruned; an identity map is dropped."""
     tensors = dict(tensors)
     size, vocab = config.draft_vocab_size, config.vocab_size
@@ -420,9 +408,7 @@ def _vocabulary_map(
         raise FormatError(f"{checkpoint.name}: d2t has dtype {tensors['d2t'].dtype}, expected int64.")
     if size == vocab:
         if "d2t" in tensors and bool(tensors.pop("d2t").any()):
-            raise FormatError(
-                f"{checkpoint.name}: d2t moves ids although the draft vocabulary is the full one; expected zeros."
-            )
+            raise FormatError(f"{checkpoint.name}: d2t moves ids although the draft vocabulary is the full one; expected zeros.")
         if "t2d" in tensors and not bool(tensors.pop("t2d").all()):
             raise FormatError(f"{checkpoint.name}: t2d leaves out ids although the draft vocabulary is the full one.")
         return tensors

@@ -33,9 +33,7 @@ class Exported:
 
 
 @torch.no_grad()
-def export_tensors(
-    head: PEagleDrafterModel, target: PreTrainedModel | None, tokenizer: Any, mask_token_id: int | None
-) -> Exported:
+def export_tensors(head: PEagleDrafterModel, target: PreTrainedModel | None, tokenizer: Any, mask_token_id: int | None) -> Exported:
     """
     The head's tensors on the CPU, bit for bit. What it borrows is written out: the target's embedding with the mask
     slot's vector in row `mask_token_id`, and the target's output rows of the draft vocabulary.
@@ -119,9 +117,7 @@ def check_layer_ids(config: PEagleConfig) -> None:
             "speculators capture streams entering a layer (0 to n - 1) only."
         )
     if total is None:
-        logger.warning(
-            "target_num_hidden_layers is unknown, so target_layer_ids %s is not checked.", config.target_layer_ids
-        )
+        logger.warning("target_num_hidden_layers is unknown, so target_layer_ids %s is not checked.", config.target_layer_ids)
 
 
 def identity_map(head: PEagleDrafterModel) -> dict[str, torch.Tensor]:
@@ -132,9 +128,7 @@ def identity_map(head: PEagleDrafterModel) -> dict[str, torch.Tensor]:
     return {"d2t": torch.zeros(size, dtype=torch.long), "t2d": torch.ones(size, dtype=torch.bool)}
 
 
-def write_folder(
-    folder: str | Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], max_shard_size: int | str
-) -> Path:
+def write_folder(folder: str | Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], max_shard_size: int | str) -> Path:
     """config.json and (sharded, if large) safetensors, written beside `folder` first and then renamed."""
     with new_folder(folder) as part:
         plan = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)

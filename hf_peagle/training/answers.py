@@ -68,9 +68,7 @@ class AnswerConfig:
         if not 0.0 <= self.temperature_fraction <= 1.0:
             raise ValueError(f"temperature_fraction={self.temperature_fraction}: a share, so between 0 and 1")
         if self.temperature <= 0:
-            raise ValueError(
-                f"temperature={self.temperature}: must be above 0; for greedy answers set temperature_fraction=0"
-            )
+            raise ValueError(f"temperature={self.temperature}: must be above 0; for greedy answers set temperature_fraction=0")
 
     @property
     def guard(self) -> RepetitionGuard | None:
@@ -286,9 +284,7 @@ def order_by_length(prompts: list[Prompt], window: int) -> list[Prompt]:
     return ordered
 
 
-def generate_answers(
-    model: Any, tokenizer: Any, prompts: Iterable[Prompt], output: str | Path, config: AnswerConfig
-) -> int:
+def generate_answers(model: Any, tokenizer: Any, prompts: Iterable[Prompt], output: str | Path, config: AnswerConfig) -> int:
     """Answers this process's share of `prompts` with `model` and writes shards into `output`; returns the number of
     conversations answered now. Conversations already in the folder are skipped, so that an interrupted run goes on
     where it was: a kill loses the conversations in flight and those not yet in a shard, which are answered again.

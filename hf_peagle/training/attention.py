@@ -102,9 +102,7 @@ def block_attention(
     sizes = [block.stop - block.start for block in blocks]
     queries, keys, values = (part.split(sizes, dim=2) for part in (query, key, value))
     outputs, number = [], 0
-    for (_, of_document), before_k, before_v in zip(
-        attention_mask.documents, context_keys, context_values, strict=True
-    ):
+    for (_, of_document), before_k, before_v in zip(attention_mask.documents, context_keys, context_values, strict=True):
         for block in of_document:
             k = torch.cat([before_k[:, :, : block.context], keys[number]], dim=2)
             v = torch.cat([before_v[:, :, : block.context], values[number]], dim=2)

@@ -315,9 +315,7 @@ def _slot_error(model: Any, steps: int = 3) -> float:
     """Relative error (2-norm, worst step and row) of logits decoded in slots against passes without a cache."""
     vocab = model.config.get_text_config().vocab_size
     lengths = (11, 3)
-    rows = [
-        [(7 * (i + row) * (i + 3) + 5) % vocab for i in range(length + steps)] for row, length in enumerate(lengths)
-    ]
+    rows = [[(7 * (i + row) * (i + 3) + 5) % vocab for i in range(length + steps)] for row, length in enumerate(lengths)]
     worst = 0.0
     with grouped_attention(model):
         prefills = [prefill_prompt(model, row[:length])[1] for row, length in zip(rows, lengths, strict=True)]
@@ -346,7 +344,5 @@ def make_engine(model: Any, eos_ids: set[int], slots: int = 64, guard: Repetitio
     reason = unsupported_reason(model)
     if reason is None:
         return SlotEngine(model, eos_ids, slots, guard)
-    logger.warning(
-        "%s is answered by model.generate in plain batches, which is slower: %s", type(model).__name__, reason
-    )
+    logger.warning("%s is answered by model.generate in plain batches, which is slower: %s", type(model).__name__, reason)
     return PlainEngine(model, eos_ids, slots, guard)

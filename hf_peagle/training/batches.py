@@ -87,9 +87,7 @@ def make_example(
     tokens = torch.cat([d.input_ids for d in documents])
     weights = torch.cat([label_weights(d, config.prompt_weight) for d in documents])
     depth_weights = config.depth_weights[:num_depths] or None
-    rows = sample_rows(
-        [len(d) for d in documents], weights, num_depths, config.retention, generator, depth_weights
-    )
+    rows = sample_rows([len(d) for d in documents], weights, num_depths, config.retention, generator, depth_weights)
     shifted = torch.roll(tokens, -1)
     # The slot behind a document's last token has no next token of its own; no row reads it.
     outputs = TargetOutputs.cat([out for _, out in parts])

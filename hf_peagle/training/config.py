@@ -96,13 +96,9 @@ class TrainingConfig:
         if self.retention <= 0:
             raise ValueError("retention=0: without deeper rows set num_depths=1 instead")
         if self.depth_weights and len(self.depth_weights) != self.num_depths:
-            raise ValueError(
-                f"depth_weights has {len(self.depth_weights)} entries; give one per depth (num_depths={self.num_depths})"
-            )
+            raise ValueError(f"depth_weights has {len(self.depth_weights)} entries; give one per depth (num_depths={self.num_depths})")
         if self.max_length > self.pack_tokens:
-            raise ValueError(
-                f"max_length={self.max_length} exceeds pack_tokens={self.pack_tokens}: a document must fit in a pack"
-            )
+            raise ValueError(f"max_length={self.max_length} exceeds pack_tokens={self.pack_tokens}: a document must fit in a pack")
 
     # -------------------------------------------------------------------------------------------------- files and CLI
 
@@ -156,13 +152,9 @@ class TrainingConfig:
             shown = entry.default if entry.default is not dataclasses.MISSING else []
             text = f"{entry.metadata['help']} [{shown!r}]".replace("%", "%%")
             if kind is bool:
-                parser.add_argument(
-                    flag, dest=entry.name, action=argparse.BooleanOptionalAction, default=None, help=text
-                )
+                parser.add_argument(flag, dest=entry.name, action=argparse.BooleanOptionalAction, default=None, help=text)
             elif get_origin(kind) is list:
-                parser.add_argument(
-                    flag, dest=entry.name, nargs="*", type=get_args(kind)[0], default=None, help=text
-                )
+                parser.add_argument(flag, dest=entry.name, nargs="*", type=get_args(kind)[0], default=None, help=text)
             else:
                 parser.add_argument(flag, dest=entry.name, type=kind, default=None, help=text)
         return parser

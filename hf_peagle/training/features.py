@@ -122,9 +122,7 @@ class StreamRecorder:
         states = self.decoder(**inputs, output_hidden_states=True, use_cache=False)
         return [states.hidden_states[i] for i in self.layer_ids], states.last_hidden_state
 
-    def _hooked(
-        self, layers: nn.ModuleList, inputs: dict[str, Any]
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _hooked(self, layers: nn.ModuleList, inputs: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
         # output_hidden_states=True would keep every layer's states: 10x the memory on deep targets.
         caught: dict[int, torch.Tensor] = {}
 
@@ -134,11 +132,7 @@ class StreamRecorder:
 
             return hook
 
-        handles = [
-            layers[i].register_forward_pre_hook(catch(i), with_kwargs=True)
-            for i in self.layer_ids
-            if i < self.num_layers
-        ]
+        handles = [layers[i].register_forward_pre_hook(catch(i), with_kwargs=True) for i in self.layer_ids if i < self.num_layers]
         try:
             last = self.decoder(**inputs, use_cache=False).last_hidden_state
         finally:
@@ -313,9 +307,7 @@ class FeatureCache:
         files (`Iterable[str]`, *optional*): names of the files to use. Default: all.
     """
 
-    def __init__(
-        self, folder: str | Path, layer_ids: Sequence[int], num_target_layers: int, files: Iterable[str] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, layer_ids: Sequence[int], num_target_layers: int, files: Iterable[str] | None = None) -> None:
         self.folder = Path(folder)
         names = sorted(p.name for p in self.folder.glob("*.safetensors")) if files is None else list(files)
         if not names:
@@ -357,8 +349,7 @@ class FeatureCache:
         stop = begin + (length if max_length is None else min(length, max_length))
         handle = self._handle(name)
         part = {
-            key: handle.get_slice(key)[begin:stop]
-            for key in ("input_ids", "label", "streams", "last_hidden", "log_normaliser", "top1")
+            key: handle.get_slice(key)[begin:stop] for key in ("input_ids", "label", "streams", "last_hidden", "log_normaliser", "top1")
         }
         last = part["last_hidden"]
         streams = part["streams"].view(last.shape[0], -1, last.shape[1])

@@ -68,13 +68,7 @@ def new_head(target: PreTrainedModel, config: TrainingConfig, token_ids: torch.T
 
 def _copies(matrix: torch.Tensor | None, width: int) -> bool:
     """Whether a table is a plain matrix of this width that can be read (not quantised, not offloaded)."""
-    return (
-        matrix is not None
-        and matrix.dim() == 2
-        and matrix.shape[1] == width
-        and matrix.is_floating_point()
-        and not matrix.is_meta
-    )
+    return matrix is not None and matrix.dim() == 2 and matrix.shape[1] == width and matrix.is_floating_point() and not matrix.is_meta
 
 
 def _copy_layers(head: PEagleDrafterModel, target: PreTrainedModel) -> None:

@@ -160,8 +160,5 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor, grad_losses: torch.Tensor) -> tuple[Any, ...]:
         saved = list(ctx.saved_tensors)
-        grads = [
-            (saved.pop(0) * grad_total).to(dtype) if needed else None
-            for needed, dtype in zip(ctx.needs, ctx.dtypes, strict=True)
-        ]
+        grads = [(saved.pop(0) * grad_total).to(dtype) if needed else None for needed, dtype in zip(ctx.needs, ctx.dtypes, strict=True)]
         return grads[0], grads[1], None, None, None, None, None

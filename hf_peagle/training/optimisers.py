@@ -31,11 +31,7 @@ def build_optimisers(parameters: Iterable[tuple[str, nn.Parameter]], config: Tra
     if config.optimizer == "muon" and matrices:
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(f"optimizer='muon' needs torch >= 2.9, this is {torch.__version__}; set optimizer='adamw'")
-        optimisers.append(
-            torch.optim.Muon(
-                matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        optimisers.append(torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"))
         matrices = []
     groups = [
         {"params": matrices + tables, "weight_decay": config.weight_decay},

@@ -49,9 +49,7 @@ class Rows:
 
     def select(self, index: torch.Tensor) -> Rows:
         """The rows of `index` (bool or ascending int64)."""
-        return Rows(
-            self.anchor[index], self.depth[index], self.document[index], self.position[index], self.weight[index]
-        )
+        return Rows(self.anchor[index], self.depth[index], self.document[index], self.position[index], self.weight[index])
 
     def to(self, device: torch.device | str) -> Rows:
         """The same rows on `device`."""

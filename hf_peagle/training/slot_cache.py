@@ -48,9 +48,7 @@ def grouped_attention_forward(
     needs_grad = torch.is_grad_enabled() and query.requires_grad
     mask_per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] != 1 or dropout or special or needs_grad or mask_per_head:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     batch, heads, _, dim = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     scaling = dim**-0.5 if scaling is None else scaling

@@ -26,7 +26,7 @@ from .evaluate import evaluate
 from .features import TargetOutputs
 from .objective import DraftObjective, use_row_attention
 from .optimisers import build_optimisers, rate_factor, set_rates
-from .rows import Rows, partition
+from .rows import partition
 
 logger = logging.getLogger(__name__)
 
@@ -200,9 +200,7 @@ class Trainer:
         out = example.outputs
         moved = (out.streams, out.last_hidden, out.log_normaliser, out.top1)
         outputs = TargetOutputs(*(part.to(self.device, non_blocking=True) for part in moved))
-        return Example(
-            example.input_ids.to(self.device), outputs, example.next_tokens.to(self.device), example.rows
-        )
+        return Example(example.input_ids.to(self.device), outputs, example.next_tokens.to(self.device), example.rows)
 
     # -------------------------------------------------------------------------------------------- evaluation and state
 

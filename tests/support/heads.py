@@ -34,9 +34,7 @@ class OracleHead(PEagleDrafterModel):
     shapes are the real ones; only the tokens are replaced.
     """
 
-    def script_with(
-        self, truth: Sequence[Sequence[int]], prompt_tokens: Sequence[int], script: Callable[[int, int], int]
-    ) -> OracleHead:
+    def script_with(self, truth: Sequence[Sequence[int]], prompt_tokens: Sequence[int], script: Callable[[int, int], int]) -> OracleHead:
         self._truth, self._prompt_tokens, self._script, self._round = truth, prompt_tokens, script, 0
         self.seen_lengths: list[list[int]] = []
         return self

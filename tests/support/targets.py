@@ -49,9 +49,7 @@ def _config(family: str) -> PreTrainedConfig:
     if family == "qwen3":
         return Qwen3Config(**_COMMON)
     if family == "qwen3_moe":
-        return Qwen3MoeConfig(
-            **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
-        )
+        return Qwen3MoeConfig(**_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
     if family == "mistral":
         return MistralConfig(**_COMMON, sliding_window=WINDOW)
     if family == "gemma3":
