@@ -50,8 +50,7 @@ class Records:
         found = [json.loads(line) for line in whole]
         if found and found[0] != header:
             raise ValueError(
-                f"{path} was measured with other settings or prompts ({_difference(found[0], header)}); use the same ones "
-                "or delete the file."
+                f"{path} was measured with other settings or prompts ({_difference(found[0], header)}); use the same ones or delete the file."
             )
         if not found or len(whole) < len(lines):
             write_atomically(path, "".join(whole) or json.dumps(header) + "\n")

@@ -295,8 +295,7 @@ def _costs_table(costs: Mapping[str, Any]) -> list[str]:
     for variant, curves in costs.items():
         base = curves["plain"]
         lines += [
-            f"### Cost of passes ({variant}, context {curves['context']}, t(1) = {base['ms']:.1f} ms "
-            f"[{base['ms_min']:.1f}, {base['ms_max']:.1f}])",
+            f"### Cost of passes ({variant}, context {curves['context']}, t(1) = {base['ms']:.1f} ms [{base['ms_min']:.1f}, {base['ms_max']:.1f}])",
             "",
         ]
         titles = (("verify", "t_verify(q) / t(1)"), ("draft", "t_draft(K) / t(1), one pass"))

@@ -15,13 +15,9 @@ def check_pair(target: PreTrainedModel, head: Any, generation_config: Generation
     check_fit(target, head)
     name = type(target).__name__
     if target.config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} is an encoder-decoder model; P-EAGLE drafts for decoder-only targets. Generate without assistant_model."
-        )
+        raise ValueError(f"{name} is an encoder-decoder model; P-EAGLE drafts for decoder-only targets. Generate without assistant_model.")
     if getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. Generate without assistant_model."
-        )
+        raise ValueError(f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. Generate without assistant_model.")
     if not model_kwargs.get("use_cache", True):
         raise ValueError("use_cache=False: verifying drafts needs the target's cache. Drop use_cache or assistant_model.")
     _, cache = find_cache(model_kwargs)
@@ -51,8 +47,7 @@ def check_fit(target: PreTrainedModel, head: Any) -> None:
         )
     if config.vocab_size != text.vocab_size:
         raise ValueError(
-            f"The head was made for a vocabulary of {config.vocab_size}, but {type(target).__name__} has "
-            f"{text.vocab_size}{_made_for(config)}."
+            f"The head was made for a vocabulary of {config.vocab_size}, but {type(target).__name__} has {text.vocab_size}{_made_for(config)}."
         )
     layers = getattr(text, "num_hidden_layers", None)
     if layers is not None and max(config.target_layer_ids) > layers:

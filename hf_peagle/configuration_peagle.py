@@ -173,9 +173,7 @@ class PEagleConfig(PreTrainedConfig):
             target_config (`PreTrainedConfig`): The target's configuration (a composite one is asked for its text part).
         """
         if getattr(target_config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"target_config: {type(target_config).__name__} is an encoder-decoder model; P-EAGLE drafts for decoder-only targets."
-            )
+            raise ValueError(f"target_config: {type(target_config).__name__} is an encoder-decoder model; P-EAGLE drafts for decoder-only targets.")
         text = target_config.get_text_config()
         hidden = overrides.get("hidden_size", text.hidden_size)
         heads = overrides.get("num_attention_heads", _first(text, "num_attention_heads", "n_head"))
@@ -242,9 +240,7 @@ class PEagleConfig(PreTrainedConfig):
             raise ValueError("PEagleConfig.norm_before_fc and fc_norm are both true; a head has one of them or none.")
         for name in ("share_embeddings", "share_lm_head"):
             if getattr(self, name) and self.hidden_size != self.target_hidden_size:
-                raise ValueError(
-                    f"PEagleConfig.{name} needs hidden_size {self.hidden_size} to equal target_hidden_size {self.target_hidden_size}."
-                )
+                raise ValueError(f"PEagleConfig.{name} needs hidden_size {self.hidden_size} to equal target_hidden_size {self.target_hidden_size}.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"PEagleConfig.mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}.")
         if self.mask_token_id is None and not self.share_embeddings and self.algorithm == "peagle":

@@ -133,9 +133,7 @@ class _Call:
         self.recorder = Recorder(generation_config, self.batch_size)
         self.processors_run_ahead = is_position_independent(logits_processor)
         self.advance_together = self._must_advance_together()
-        self.policy = draft_length_policy(
-            model, head, generation_config, self.batch_size, self.advance_together, fixed=self.samples_drafts
-        )
+        self.policy = draft_length_policy(model, head, generation_config, self.batch_size, self.advance_together, fixed=self.samples_drafts)
         room = max(self.stopping.max_length, self.prompt_width + 1) + self.policy.longest + 1
         self.tokens = TokenBuffer(input_ids, room)
         self.drafter = DraftState(head, model, self.batch_size, room + self.policy.longest, stack, warpers)

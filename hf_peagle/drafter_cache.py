@@ -78,9 +78,7 @@ class DrafterCache:
                 buffers[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
                 buffers[i][:, :, : old.shape[2]] = old
 
-    def write(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, visible: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Stores `key` and `value` (`[batch, kv_heads, rows, head_dim]`) at columns `positions` (`[batch, rows]`) and
         returns the first `visible` columns of the layer's buffers.

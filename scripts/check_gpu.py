@@ -49,9 +49,7 @@ def make_pair(dtype: torch.dtype, layers: int, hidden: int) -> tuple[PreTrainedM
         initializer_range=0.05,
     )
     target = AutoModelForCausalLM.from_config(config, dtype=dtype).cuda().eval()
-    head_config = PEagleConfig.from_target(
-        config, num_hidden_layers=2, draft_vocab_size=8192, share_embeddings=True, draft_schedule="constant"
-    )
+    head_config = PEagleConfig.from_target(config, num_hidden_layers=2, draft_vocab_size=8192, share_embeddings=True, draft_schedule="constant")
     return target, PEagleDrafterModel(head_config).to("cuda", dtype).eval()
 
 
@@ -170,9 +168,7 @@ def measure_speed(runs: int, tokens: int, layers: int, hidden: int) -> dict[str,
     return {
         name: {
             "ms per token": 1000 * statistics.median(times) / tokens,
-            "speed-up over plain": [
-                round(f([p / t for p, t in zip(plain, times, strict=True)]), 3) for f in (statistics.median, min, max)
-            ],
+            "speed-up over plain": [round(f([p / t for p, t in zip(plain, times, strict=True)]), 3) for f in (statistics.median, min, max)],
         }
         for name, times in seconds.items()
     }

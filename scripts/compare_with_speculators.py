@@ -63,9 +63,7 @@ def main() -> int:
     names = ("torch", "transformers", "speculators", "specforge")
     result: dict[str, Any] = {"environment": {name: _version(name) for name in names}}
     result["settings"] = {"slots": args.slots, "drafts": args.drafts, "vocab_size": VOCAB, "hidden_size": WIDTH}
-    result["speculators"] = {
-        name: compare_with_speculators(overrides, args, seed) for seed, (name, overrides) in enumerate(CASES.items())
-    }
+    result["speculators"] = {name: compare_with_speculators(overrides, args, seed) for seed, (name, overrides) in enumerate(CASES.items())}
     try:
         result["specforge"] = {f"{n} layers": compare_with_specforge(n, args) for n in (1, 4)}
     except ImportError as error:
@@ -208,9 +206,7 @@ def inputs(head: PEagleDrafterModel, slots: int, dtype: torch.dtype) -> tuple[to
 
 
 @torch.no_grad()
-def difference(
-    head: PEagleDrafterModel, tokens: torch.Tensor, features: torch.Tensor, theirs: torch.Tensor, drafts: int
-) -> dict[str, Any]:
+def difference(head: PEagleDrafterModel, tokens: torch.Tensor, features: torch.Tensor, theirs: torch.Tensor, drafts: int) -> dict[str, Any]:
     out = head.draft(tokens, features, torch.tensor([tokens.shape[1]]), drafts, head.new_cache(1))
     ours = out.logits[0]
     if ours.shape != theirs.shape:

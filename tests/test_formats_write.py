@@ -94,9 +94,7 @@ def test_eagle3_heads_are_written_without_what_they_borrow_and_come_back(format_
 
 @pytest.mark.parametrize("format_name", WRITERS)
 @pytest.mark.parametrize("draft_vocab", [fixture.DRAFT_VOCAB, fixture.VOCAB])
-def test_borrowed_tables_are_written_out_and_draft_the_same(
-    format_name: str, draft_vocab: int, tmp_path: Path, target: LlamaForCausalLM
-) -> None:
+def test_borrowed_tables_are_written_out_and_draft_the_same(format_name: str, draft_vocab: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
     head = fixture.tiny_head(share_embeddings=True, share_lm_head=True, mask_token_id=None, draft_vocab_size=draft_vocab, fc_norm=True)
     folder = WRITERS[format_name].write(head, tmp_path / "out", target, Tokenizer(50, 63))
     read = PEagleDrafterModel.from_pretrained(folder)

@@ -21,9 +21,7 @@ def test_logits_of_an_independent_implementation(path):
     assert torch.allclose(out.logits[0], tensors["out.logits"], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, {"layer_family": "qwen3"}, {"fc_norm": False, "norm_before_fc": True}, {"norm_before_residual": True}]
-)
+@pytest.mark.parametrize("overrides", [{}, {"layer_family": "qwen3"}, {"fc_norm": False, "norm_before_fc": True}, {"norm_before_residual": True}])
 def test_drafting_equals_the_training_forward_on_the_same_anchor(overrides):
     """In one pass, and in pieces whose mask slots must not survive."""
     head = random_head(tiny_target("llama"), share_embeddings=False, **overrides)
@@ -48,9 +46,7 @@ def test_rows_of_a_batch_draft_as_alone():
         assert torch.allclose(together.logits[b], alone.logits[0], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, {"share_embeddings": True, "share_lm_head": True, "draft_vocab_size": 40}, {"algorithm": "eagle3"}]
-)
+@pytest.mark.parametrize("overrides", [{}, {"share_embeddings": True, "share_lm_head": True, "draft_vocab_size": 40}, {"algorithm": "eagle3"}])
 def test_saving_and_loading(tmp_path, overrides):
     head = random_head(tiny_target("qwen3"), **overrides)
     head.save_pretrained(tmp_path)

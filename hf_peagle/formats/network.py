@@ -106,8 +106,7 @@ def _head_config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], descr
         raise values.error("quantization_config", "quantised heads are not read; export the head unquantised.")
     if values.section("eagle_config").flag("use_aux_hidden_state", True) is False:
         raise FormatError(
-            f"{values.where}: eagle_config: use_aux_hidden_state is false; heads that read the target's last state only "
-            "(EAGLE-1) are not supported."
+            f"{values.where}: eagle_config: use_aux_hidden_state is false; heads that read the target's last state only (EAGLE-1) are not supported."
         )
     if "sliding_attention" in values.texts("layer_types") or values.flag("use_sliding_window"):
         raise values.error("layer_types", "heads with sliding-window layers are not supported.")
@@ -193,8 +192,7 @@ def _attention_shape(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], v
     for name, width in (("q_proj", query), ("k_proj", key)):
         if width % head_dim:
             raise FormatError(
-                f"{checkpoint.name}: layers.0.self_attn.{name}.weight has {width} rows, not a multiple of head_dim "
-                f"{head_dim} ({values.where})."
+                f"{checkpoint.name}: layers.0.self_attn.{name}.weight has {width} rows, not a multiple of head_dim {head_dim} ({values.where})."
             )
     if heads is not None and heads * head_dim != query:
         raise FormatError(
@@ -311,9 +309,7 @@ def _layer_total(target: PreTrainedConfig | None) -> int | None:
     return getattr(target, "num_hidden_layers", None) or getattr(target, "n_layer", None)
 
 
-def _vocabulary_sizes(
-    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], values: Values, target: PreTrainedConfig | None
-) -> tuple[int, int]:
+def _vocabulary_sizes(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], values: Values, target: PreTrainedConfig | None) -> tuple[int, int]:
     """Target and draft vocabulary from the tables, else the map, else the config, else the target."""
     claims = [
         ("embed_tokens.weight", tensors["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in tensors else None),
@@ -336,8 +332,7 @@ def _agreed(checkpoint: Checkpoint, what: str, claims: list[tuple[str, int | Non
     known = [(name, size) for name, size in claims if size is not None]
     if not known:
         raise FormatError(
-            f"{checkpoint.name}: vocab_size is unknown: no embed_tokens.weight, no t2d, no key. Pass target_config= "
-            "(scripts/convert.py: --target)."
+            f"{checkpoint.name}: vocab_size is unknown: no embed_tokens.weight, no t2d, no key. Pass target_config= (scripts/convert.py: --target)."
         )
     for name, size in known[1:]:
         if size != known[0][1]:

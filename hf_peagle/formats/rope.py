@@ -52,8 +52,7 @@ def read_rope(config: Values, head_dim: int, theta_only: bool = False) -> dict[s
     if rope_type == "default" or theta_only:
         if rope_type != "default":
             logger.warning(
-                "%s names rope type %r, but the trainer of this format rotates by rope_theta alone; the scaling is "
-                "left out, as in training.",
+                "%s names rope type %r, but the trainer of this format rotates by rope_theta alone; the scaling is left out, as in training.",
                 scaling.where,
                 rope_type,
             )

@@ -59,8 +59,7 @@ def export_tensors(head: PEagleDrafterModel, target: PreTrainedModel | None, tok
     elif peagle:
         if mask_token_id is not None and mask_token_id != config.mask_token_id:
             raise FormatError(
-                f"mask_token_id={mask_token_id}: this head has its own table, whose mask row is {config.mask_token_id}; "
-                "leave the argument out."
+                f"mask_token_id={mask_token_id}: this head has its own table, whose mask row is {config.mask_token_id}; leave the argument out."
             )
         mask_token_id = config.mask_token_id
     else:

@@ -141,9 +141,7 @@ class TrainingConfig:
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
         """The command line: one option per field."""
-        parser = argparse.ArgumentParser(
-            description="Train a draft head for a target.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        parser = argparse.ArgumentParser(description="Train a draft head for a target.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         parser.add_argument("--config", help="JSON or YAML file with any of the options below", default=None)
         parser.add_argument("--preset", choices=sorted(PRESETS), default=None, help="a set of options to start from")
         hints = get_type_hints(cls)

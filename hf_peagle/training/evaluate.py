@@ -52,9 +52,7 @@ def spans(label: torch.Tensor) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def drafts_of(
-    objective: DraftObjective, document: Document, outputs: TargetOutputs, token_ids: torch.Tensor, num_drafts: int
-) -> torch.Tensor:
+def drafts_of(objective: DraftObjective, document: Document, outputs: TargetOutputs, token_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
     """
     `[N, num_drafts]` int64: entry `(a, d)` is the target id drafted for token `a + d + 2` from anchor `a`; -1 where the
     answer ends before it.

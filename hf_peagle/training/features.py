@@ -156,9 +156,7 @@ def _groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def extract(
-    target: PreTrainedModel, documents: Sequence[Document], layer_ids: Sequence[int], batch_tokens: int = 1
-) -> list[TargetOutputs]:
+def extract(target: PreTrainedModel, documents: Sequence[Document], layer_ids: Sequence[int], batch_tokens: int = 1) -> list[TargetOutputs]:
     """
     The target's outputs for each document, in its dtype, on its device.
 
@@ -348,9 +346,7 @@ class FeatureCache:
         name, begin, length = self.documents[index]
         stop = begin + (length if max_length is None else min(length, max_length))
         handle = self._handle(name)
-        part = {
-            key: handle.get_slice(key)[begin:stop] for key in ("input_ids", "label", "streams", "last_hidden", "log_normaliser", "top1")
-        }
+        part = {key: handle.get_slice(key)[begin:stop] for key in ("input_ids", "label", "streams", "last_hidden", "log_normaliser", "top1")}
         last = part["last_hidden"]
         streams = part["streams"].view(last.shape[0], -1, last.shape[1])
         picked = [last if column < 0 else streams[:, column] for column in self._columns[name]]

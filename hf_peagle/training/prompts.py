@@ -127,8 +127,7 @@ def read_jsonl(path: str | Path, max_broken: int = 20) -> Iterator[Prompt]:
                 logger.warning("%s:%d: skipped, %s", path, number, error)
                 if broken > max_broken:
                     raise ValueError(
-                        f"{path}:{number}: more than max_broken={max_broken} broken lines (last: {error}); "
-                        "repair the file or raise the limit"
+                        f"{path}:{number}: more than max_broken={max_broken} broken lines (last: {error}); repair the file or raise the limit"
                     ) from error
 
 
@@ -137,9 +136,7 @@ def read_dataset(name: str, max_broken: int = 20) -> Iterator[Prompt]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
-            f"prompts {name!r} is no file, and reading it as a datasets name needs the package: pip install datasets"
-        ) from error
+        raise ImportError(f"prompts {name!r} is no file, and reading it as a datasets name needs the package: pip install datasets") from error
     path, _, split = name.partition(":")
     source, broken = path.rsplit("/", 1)[-1], 0
     for number, record in enumerate(datasets.load_dataset(path, split=split or "train")):

@@ -102,9 +102,7 @@ class _SlotLayer(DynamicLayer):
         self.value_buffer = values.new_zeros(slots, values.shape[1], columns.capacity, values.shape[3])
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self.key_buffer[:, :, self.columns.high] = key_states[:, :, 0]
         self.value_buffer[:, :, self.columns.high] = value_states[:, :, 0]
         return self.key_buffer, self.value_buffer

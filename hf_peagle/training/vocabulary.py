@@ -18,9 +18,7 @@ def count_tokens(documents: Iterable[Document], vocab_size: int, prompt_weight: 
     return counts
 
 
-def choose_vocabulary(
-    counts: torch.Tensor, size: int | None = None, coverage: float | None = None, always: Iterable[int] = ()
-) -> torch.Tensor:
+def choose_vocabulary(counts: torch.Tensor, size: int | None = None, coverage: float | None = None, always: Iterable[int] = ()) -> torch.Tensor:
     """
     The `size` most frequent tokens, or as many as cover `coverage` of the counted tokens, ascending (int64).
 

@@ -94,10 +94,7 @@ def flat_tensors(head: PEagleDrafterModel) -> dict[str, torch.Tensor]:
 
 
 def midlayer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        ("midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name): tensor
-        for name, tensor in tensors.items()
-    }
+    return {("midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name): tensor for name, tensor in tensors.items()}
 
 
 def amazon(head: PEagleDrafterModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
