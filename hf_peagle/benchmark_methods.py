@@ -128,7 +128,7 @@ def untrained_head(target: PreTrainedModel, like: PEagleDrafterModel | None = No
         head = PEagleDrafterModel(config)
     if like is not None and like.has_vocab_map:
         head.set_draft_vocabulary(like.draft_token_ids.cpu())
-    return head.to(device=target.device, dtype=target.dtype).eval()
+    return head.to(device=target.device, dtype=target.dtype).eval()  # type: ignore
 
 
 def optimise(model: Any) -> str | None:

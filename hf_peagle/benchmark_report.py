@@ -41,7 +41,7 @@ def summarise(records: Sequence[Mapping[str, Any]], runs: int) -> dict[str, Any]
                     reference = _decode_rate([by_method[base][g] for g in complete])
                     row["decode_speedup"] = row["decode_tokens_per_second"] / reference if reference else None
         methods.append(row)
-    section = {"methods": methods, "groups": len(complete), "costs": costs, "predictions": {}}
+    section = {"methods": methods, "groups": len(complete), "costs": costs, "predictions": {}}  # type: ignore
     if costs:
         section["predictions"] = {v: _prediction(v, costs[v], methods) for v in costs}
     return section

@@ -357,7 +357,7 @@ def _mask_token_id(values: Values, options: ReadOptions, vocab: int) -> int:
         logger.warning("%s names several mask ids (%s); %s counts, as in vLLM.", values.where, found, key)
     if mask >= vocab:
         raise FormatError(f"{values.where}: {key} is {mask}, outside the vocabulary of {vocab} (embed_tokens.weight).")
-    return mask
+    return mask  # type: ignore
 
 
 def _norm_before_residual(described: Described) -> bool:

@@ -177,4 +177,4 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _table_device(target: PreTrainedModel | None) -> torch.device:
     assert target is not None
-    return target.get_input_embeddings().weight.device
+    return target.get_input_embeddings().weight.device  # type: ignore
