@@ -66,6 +66,7 @@ class PEagleConfig(PreTrainedConfig):
 
     model_type = "peagle"
     keys_to_ignore_at_inference = ("cache",)
+    has_no_defaults_at_init = True  # a head is made for a target; there is no configuration without one
 
     def __init__(
         self,
