@@ -40,8 +40,8 @@ class TrainingConfig:
     share_embeddings: bool = _option(True, "read the target's embedding table instead of an own one")
     share_lm_head: bool = _option(False, "use the target's output rows instead of an own, trained copy")
     norm_before_residual: bool = _option(False, "start the fusion layer's residual at the normed feature")
-    init_layers: str = _option("target", "'target': start the layers as copies of the target's last ones; 'random'")
-    init_fc: str = _option("stream", "'stream': fc starts by passing on the last captured stream; 'random'")
+    init_layers: str = _option("random", "'target': start the layers as copies of the target's last ones; 'random'")
+    init_fc: str = _option("random", "'stream': fc starts by passing on the last captured stream; 'random'")
     init_from: str = _option("", "folder of a head to start from instead")
     algorithm: str = _option("peagle", "peagle (parallel), or eagle3 (sequential baseline)")
     # Rows and loss
@@ -57,7 +57,7 @@ class TrainingConfig:
     # Batches and budget
     max_length: int = _option(2048, "documents are cut here (tokens)")
     pack_tokens: int = _option(2048, "tokens of documents packed into one example")
-    accumulate: int = _option(2, "packed examples per optimiser step (and process)")
+    accumulate: int = _option(1, "packed examples per optimiser step (and process)")
     partitions: int = _option(1, "segments per example (sequence partition): lowers memory, not the result")
     attention_block: int = _option(256, "query rows per block of attention (CPU)")
     max_steps: int = _option(0, "optimiser steps; 0: until max_minutes")
@@ -65,8 +65,8 @@ class TrainingConfig:
     feature_batch_tokens: int = _option(1, "padded tokens per target forward in feature extraction; 1: one document")
     online_features: bool = _option(False, "run the target in the training loop instead of caching its features")
     # Optimiser
-    optimizer: str = _option("muon", "muon (matrices by Muon, the rest by AdamW) or adamw")
-    lr: float = _option(1e-3, "peak learning rate of AdamW")
+    optimizer: str = _option("adamw", "muon (matrices by Muon, the rest by AdamW) or adamw")
+    lr: float = _option(2e-3, "peak learning rate of AdamW")
     muon_lr: float = _option(2e-3, "peak learning rate of Muon (scaled to match AdamW's step size)")
     weight_decay: float = _option(0.01, "decoupled weight decay of matrices")
     beta2: float = _option(0.98, "AdamW's second-moment decay")
@@ -161,7 +161,7 @@ class TrainingConfig:
 PRESETS: dict[str, dict[str, Any]] = {
     # A smoke run or a laptop: one layer, few depths.
     "small": {"layers": 1, "num_depths": 5, "draft_vocab_size": 4096, "max_minutes": 20.0},
-    "standard": {"layers": 2, "num_depths": 8, "max_minutes": 120.0},
+    "standard": {"layers": 2, "num_depths": 5, "max_length": 512, "pack_tokens": 512, "max_minutes": 120.0},
     # Long documents on a GPU: the recipe of the paper.
     "long": {
         "layers": 4,
