@@ -9,7 +9,10 @@ Every line of a shard is one conversation (or one part of it, see below):
 half-open spans the target produced, the end-of-sequence token included when it was produced. Some chat templates
 change earlier answers when a turn is added (they drop reasoning, say): the tokens of the next turn then no longer
 continue the earlier ones, and the conversation goes on in a further line with `part` + 1 whose spans cover only the
-new answers.
+new answers. `finish` has one entry per span; "given" marks an answer that came as text without an end of its own.
+
+Three sources of answers: a model at hand (`generate_answers`), conversations used as they are
+(`use_given_answers`), and a server (`endpoint.fetch_answers`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ import torch
 from tqdm import tqdm
 
 from hf_peagle.training.batch_engine import RepetitionGuard, Request, make_engine
-from hf_peagle.training.prompts import Prompt, id_hash, take_shard
+from hf_peagle.training.conversations import ConversationBuilder
+from hf_peagle.training.prompts import Prompt, take_shard
 
 logger = logging.getLogger(__name__)
 
@@ -149,127 +153,7 @@ def finished_ids(folder: str | Path) -> set[str]:
     return {row["id"] for row in read_answers(folder)}
 
 
-# ---------------------------------------------------------------------------------------------------- conversations
-
-
-@dataclass
-class Conversation:
-    """A conversation being answered: what was said, the tokens of the current part and the rows of earlier parts."""
-
-    prompt: Prompt
-    temperature: float
-    messages: list[dict[str, str]] = field(default_factory=list)
-    pending: deque[dict[str, str]] = field(default_factory=deque)
-    input_ids: list[int] = field(default_factory=list)
-    spans: list[list[int]] = field(default_factory=list)
-    finish: list[str] = field(default_factory=list)
-    text: str = ""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-
-class ConversationBuilder:
-    """Turns prompts into requests, answers into the next turn's request, and finished conversations into rows."""
-
-    def __init__(self, tokenizer: Any, config: AnswerConfig, eos_ids: set[int]) -> None:
-        if not tokenizer.chat_template:
-            raise ValueError("tokenizer has no chat template; set tokenizer.chat_template to the target's")
-        self.tokenizer, self.config, self.eos_ids = tokenizer, config, eos_ids
-
-    def start(self, prompt: Prompt) -> Conversation:
-        """A new conversation with the system message and at most `max_turns` user turns still to come."""
-        sampled = id_hash(prompt.id, f"temperature/{self.config.seed}") / 2**63 < self.config.temperature_fraction
-        conversation = Conversation(prompt, self.config.temperature if sampled else 0.0)
-        users = 0
-        for message in prompt.messages:
-            if message["role"] == "user":
-                users += 1
-                if users > self.config.max_turns:
-                    break
-            if message["role"] in ("system", "user"):
-                conversation.pending.append(message)
-        return conversation
-
-    def next_request(self, conversation: Conversation) -> Request | None:
-        """The request for the next user turn; None when no turn is left or the prompt is too long."""
-        while conversation.pending:
-            message = conversation.pending.popleft()
-            conversation.messages.append(dict(message))
-            if message["role"] == "user":
-                break
-        else:
-            return None
-        text = self.tokenizer.apply_chat_template(conversation.messages, tokenize=False, add_generation_prompt=True)
-        ids = self._continue(conversation, text)
-        if len(ids) > self.config.max_prompt_tokens:
-            conversation.messages.pop()
-            return None
-        conversation.input_ids, conversation.text = ids, text
-        turn = len(conversation.finish) + sum(len(row["finish"]) for row in conversation.rows)
-        seed = id_hash(conversation.prompt.id, f"tokens/{self.config.seed}/{turn}")
-        return Request(list(ids), self.config.max_new_tokens, conversation.temperature, seed, conversation)
-
-    def _continue(self, conversation: Conversation, text: str) -> list[int]:
-        """Token ids of `text`, keeping the tokens the target has already read and produced wherever text allows it."""
-        if conversation.input_ids and text.startswith(conversation.text):
-            tail = text[len(conversation.text) :]
-            if conversation.input_ids[-1] in self.eos_ids:
-                eos_text = self.tokenizer.decode([conversation.input_ids[-1]])
-                if tail.startswith(eos_text):
-                    return conversation.input_ids + self._encode(tail[len(eos_text) :])
-            else:
-                return conversation.input_ids + self._encode(tail)
-        if conversation.input_ids:
-            self._close_part(conversation, conversation.messages[:-1])
-        return self._encode(text)
-
-    def _encode(self, text: str) -> list[int]:
-        # Templates write their own special tokens, the beginning-of-sequence token included.
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def answered(self, request: Request) -> None:
-        """Takes a finished request's answer into its conversation."""
-        conversation: Conversation = request.payload
-        output = request.output_ids
-        kept = output[:-1] if output and output[-1] in self.eos_ids else output
-        answer = self.tokenizer.decode(kept, skip_special_tokens=True)
-        begin = len(request.prompt_ids)
-        conversation.input_ids = request.prompt_ids + output
-        conversation.spans.append([begin, begin + len(output)])
-        conversation.finish.append(request.finish)
-        conversation.messages.append({"role": "assistant", "content": answer})
-        conversation.text += answer
-        if request.finish == "repetition":
-            conversation.pending.clear()
-
-    def finish(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """The conversation's rows; empty when nothing was answered."""
-        if conversation.spans:
-            self._close_part(conversation, conversation.messages)
-        return conversation.rows
-
-    def _close_part(self, conversation: Conversation, messages: list[dict[str, str]]) -> None:
-        config = self.config
-        conversation.rows.append(
-            {
-                "id": conversation.prompt.id,
-                "source": conversation.prompt.source,
-                "part": len(conversation.rows),
-                "messages": [dict(m) for m in messages],
-                "input_ids": conversation.input_ids,
-                "response_mask": conversation.spans,
-                "finish": conversation.finish,
-                "sampling": {
-                    "temperature": conversation.temperature,
-                    "seed": config.seed,
-                    "max_new_tokens": config.max_new_tokens,
-                    "repetition_guard": asdict(config.guard) if config.guard else None,
-                },
-            }
-        )
-        conversation.input_ids, conversation.spans, conversation.finish = [], [], []
-
-
-# ------------------------------------------------------------------------------------------------------- generation
+# ------------------------------------------------------------------------------------------------------------- common
 
 
 def order_by_length(prompts: list[Prompt], window: int) -> list[Prompt]:
@@ -284,53 +168,131 @@ def order_by_length(prompts: list[Prompt], window: int) -> list[Prompt]:
     return ordered
 
 
+def make_builder(tokenizer: Any, eos_ids: set[int], config: AnswerConfig, origin: str) -> ConversationBuilder:
+    """The conversation builder for these options; `origin` ("target", "endpoint" or "given") is kept in the rows."""
+    recorded: dict[str, Any] = {"origin": origin}
+    if origin != "given":
+        recorded["max_new_tokens"] = config.max_new_tokens
+    if origin == "target":
+        recorded["repetition_guard"] = asdict(config.guard) if config.guard else None
+    return ConversationBuilder(
+        tokenizer,
+        eos_ids,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_turns=config.max_turns,
+        sampling=recorded,
+        temperature=config.temperature,
+        temperature_fraction=config.temperature_fraction,
+        seed=config.seed,
+    )
+
+
+class AnswerRun:
+    """What is left to do of a folder of answers, the writer of its shards, and the progress bar. A context manager:
+    whatever ends the block, finished conversations are written."""
+
+    def __init__(self, prompts: Iterable[Prompt], output: str | Path, config: AnswerConfig) -> None:
+        folder = Path(output)
+        prefix = f"answers-p{config.shard_index:03d}of{config.num_shards:03d}"
+        self.writer = ShardWriter(folder, prefix, config.shard_size)
+        done = finished_ids(folder)
+        mine = take_shard(list(prompts), config.shard_index, config.num_shards)
+        self.todo = deque(order_by_length([p for p in mine if p.id not in done], config.length_window))
+        self.answered = self.skipped = 0
+        self._begin = time.monotonic()
+        self._limit = config.max_prompt_tokens
+        logger.info("%d of this process's %d prompts are left", len(self.todo), len(mine))
+
+    def __enter__(self) -> AnswerRun:
+        self._bar = tqdm(total=len(self.todo), unit="conv", smoothing=0.05, mininterval=2.0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.writer.flush()
+        self._bar.close()
+        if self.skipped:
+            logger.warning(
+                "%d conversations gave no answer: longer than max_prompt_tokens=%d, or nothing to answer in them",
+                self.skipped,
+                self._limit,
+            )
+
+    def finish(self, rows: list[dict[str, Any]], tokens: int) -> None:
+        """Takes in one finished conversation (no rows: skipped); `tokens` were produced in this run so far."""
+        if rows:
+            self.writer.add(rows)
+            self.answered += 1
+        else:
+            self.skipped += 1
+        speed = tokens / max(time.monotonic() - self._begin, 1e-9)
+        self._bar.set_postfix_str(f"{speed:.0f} tok/s, {tokens} tok", refresh=False)
+        self._bar.update(1)
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
 def generate_answers(model: Any, tokenizer: Any, prompts: Iterable[Prompt], output: str | Path, config: AnswerConfig) -> int:
     """Answers this process's share of `prompts` with `model` and writes shards into `output`; returns the number of
     conversations answered now. Conversations already in the folder are skipped, so that an interrupted run goes on
     where it was: a kill loses the conversations in flight and those not yet in a shard, which are answered again.
+
+    `model` must be in evaluation mode, on its device and in the dtype to decode in (see `default_dtype`).
     """
-    folder = Path(output)
-    prefix = f"answers-p{config.shard_index:03d}of{config.num_shards:03d}"
-    writer = ShardWriter(folder, prefix, config.shard_size)
-    done = finished_ids(folder)
-    mine = take_shard(list(prompts), config.shard_index, config.num_shards)
-    todo = deque(order_by_length([p for p in mine if p.id not in done], config.length_window))
-    logger.info("%d of this process's %d prompts are left", len(todo), len(mine))
     eos_ids = eos_token_ids(model, tokenizer)
-    builder = ConversationBuilder(tokenizer, config, eos_ids)
+    builder = make_builder(tokenizer, eos_ids, config, "target")
+    run = AnswerRun(prompts, output, config)
+    if not run.todo:
+        return 0
+    engine = make_engine(model, eos_ids, config.slots, config.guard)
     followups: deque[Request] = deque()
-    answered = skipped = 0
 
     def feed() -> Request | None:
-        nonlocal skipped
         if followups:
             return followups.popleft()
-        while todo:
-            request = builder.next_request(builder.start(todo.popleft()))
+        while run.todo:
+            request = builder.next_request(builder.start(run.todo.popleft()), config.max_new_tokens)
             if request is not None:
                 return request
-            skipped += 1
-            bar.update(1)
+            run.finish([], engine.produced)
         return None
 
-    engine = make_engine(model, eos_ids, config.slots, config.guard)
-    with tqdm(total=len(todo), unit="conv", smoothing=0.05, mininterval=2.0) as bar:
-        begin = time.monotonic()
-        try:
-            for request in engine.generate(feed):
-                builder.answered(request)
-                conversation = request.payload
-                following = builder.next_request(conversation)
-                if following is not None:
-                    followups.append(following)
-                    continue
-                writer.add(builder.finish(conversation))
-                answered += 1
-                speed = engine.produced / max(time.monotonic() - begin, 1e-9)
-                bar.set_postfix_str(f"{speed:.0f} tok/s, {engine.produced} tok", refresh=False)
-                bar.update(1)
-        finally:
-            writer.flush()
-    if skipped:
-        logger.warning("%d conversations skipped: longer than max_prompt_tokens=%d", skipped, config.max_prompt_tokens)
-    return answered
+    with run:
+        for request in engine.generate(feed):
+            conversation = request.payload
+            builder.add_answer(conversation, request.output_ids, request.finish)
+            following = builder.next_request(conversation, config.max_new_tokens)
+            if following is not None:
+                followups.append(following)
+            else:
+                run.finish(builder.rows(conversation), engine.produced)
+    return run.answered
+
+
+def use_given_answers(tokenizer: Any, prompts: Iterable[Prompt], output: str | Path, config: AnswerConfig, eos_ids: set[int] | None = None) -> int:
+    """Writes conversations that already hold the assistant's turns as shards, tokenised by the chat template, every
+    assistant turn a response span. Returns the number of conversations written.
+
+    A head learns to predict its target: use this for conversations the target produced, or a head gets worse.
+    `eos_ids` default to the tokenizer's.
+    """
+    if eos_ids is None:
+        eos_ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    builder = make_builder(tokenizer, eos_ids, config, "given")
+    tokens = 0
+    with AnswerRun(prompts, output, config) as run:
+        while run.todo:
+            conversation = builder.start(run.todo.popleft(), keep_answers=True)
+            while conversation.pending:
+                message = conversation.pending.popleft()
+                if message["role"] == "assistant" and conversation.messages:
+                    if builder.prompt_ids(conversation) is None:
+                        break
+                    if builder.add_text(conversation, message["content"]):
+                        continue
+                # Read as context: it is no answer, or the template does not show where its tokens begin.
+                conversation.messages.append(dict(message))
+            rows = builder.rows(conversation)
+            tokens += sum(end - begin for row in rows for begin, end in row["response_mask"])
+            run.finish(rows, tokens)
+    return run.answered

@@ -84,15 +84,14 @@ class ConversationBuilder:
     def prompt_ids(self, conversation: Conversation) -> list[int] | None:
         """Tokens of the conversation so far with the template's opening of an answer; None when too many."""
         text = self._render(conversation.messages, opened=True)
-        ids = self._continued(conversation, text)
-        if len(ids or self._encode(text)) > self.max_prompt_tokens:
+        continued = self._continued(conversation, text)
+        ids = self._encode(text) if continued is None else continued
+        if len(ids) > self.max_prompt_tokens:
             conversation.messages.pop()
             conversation.pending.clear()
             return None
-        if ids is None:
-            if conversation.spans:
-                self._close_part(conversation, conversation.messages[:-1])
-            ids = self._encode(text)
+        if continued is None and conversation.spans:
+            self._close_part(conversation, conversation.messages[:-1])
         conversation.input_ids, conversation.text = ids, text
         return ids
 
@@ -110,7 +109,8 @@ class ConversationBuilder:
         when the answer came as text; otherwise it is decoded. A repetitive answer is the conversation's last."""
         ended = bool(output_ids) and output_ids[-1] in self.eos_ids
         if text is None:
-            text = self.tokenizer.decode(output_ids[:-1] if ended else output_ids, skip_special_tokens=True)
+            kept = output_ids[:-1] if ended else output_ids
+            text = self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         begin = len(conversation.input_ids)
         conversation.input_ids = conversation.input_ids + output_ids
         conversation.spans.append([begin, begin + len(output_ids)])
