@@ -1,4 +1,4 @@
-"""A missing, misshapen or contradictory piece is an error that names the tensor or key and, where there is one, the remedy."""
+"""A missing, misshapen or contradictory piece is an error that names the tensor or key, and the remedy if there is one."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def key(**values: Any) -> Edit:
 def without(name: str) -> Edit:
     def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         del config[name]
+
+    return edit
+
+
+def both(first: Edit, second: Edit) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        first(config, tensors)
+        second(config, tensors)
 
     return edit
 
@@ -91,7 +99,7 @@ AMAZON: dict[str, tuple[Edit, str]] = {
     "flag as text": (key(norm_before_residual="yes"), r"norm_before_residual is 'yes'; expected true or false"),
     "fc_norm promised": (key(fc_norm=True), r"fc_norm\.0\.weight is missing, but fc_norm is true"),
     "fc_norm denied": (
-        lambda c, t: (c.update(fc_norm=False), t.update({"fc_norm.0.weight": t["norm.weight"].clone()})) and None,
+        both(key(fc_norm=False), add("fc_norm.0.weight", 32)),
         r"holds fc_norm\.0\.weight, but .*fc_norm is false",
     ),
     "vocabulary contradicts": (key(vocab_size=100), r"vocab_size in config\.json 100"),
@@ -203,8 +211,8 @@ def test_other_models_and_damaged_folders_are_no_heads(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(FormatError, match=r"config\.json does not exist"):
         formats.read_foreign(folder)
+    folder = fixture.save(tmp_path / "head", *fixture.amazon(fixture.tiny_head()))
     with pytest.raises(FormatError, match="checkpoint_format 'gguf'"):
-        folder = fixture.save(tmp_path / "head", *fixture.amazon(fixture.tiny_head()))
         formats.read_foreign(folder, formats.ReadOptions(checkpoint_format="gguf"))
 
 

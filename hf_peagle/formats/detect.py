@@ -25,8 +25,8 @@ def detect(checkpoint: Checkpoint) -> str:
         if needed not in names:
             other = " (or midlayer.hidden_norm.weight)" if needed.startswith("layers") else ""
             raise FormatError(
-                f"{checkpoint.name}: {needed}{other} is missing, so this is neither a P-EAGLE nor an EAGLE-3 head. Its config "
-                f"has model_type {values.values.get('model_type')!r}, architectures {values.values.get('architectures')!r}."
+                f"{checkpoint.name}: {needed}{other} is missing, so this is neither a P-EAGLE nor an EAGLE-3 head. "
+                f"Its config has model_type {values.values.get('model_type')!r}, architectures {values.values.get('architectures')!r}."
             )
     architectures = values.texts("architectures")
     if "mask_hidden" in names:

@@ -115,7 +115,7 @@ def _head_config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], descr
     hidden, fc_width = fc.shape
     attention = _attention_shape(checkpoint, tensors, values, hidden)
     layers = _layer_count(checkpoint, tensors, values)
-    streams, layer_ids, target_width, target = _captured_streams(checkpoint, described, options, hidden, fc_width, target)
+    layer_ids, target_width, target = _captured_streams(checkpoint, described, options, hidden, fc_width, target)
     has_table, has_output = "embed_tokens.weight" in tensors, "lm_head.weight" in tensors
     if not has_table and described.algorithm == "peagle":
         raise FormatError(f"{checkpoint.name}: embed_tokens.weight is missing; {_WHY['embed_tokens.weight']}")
@@ -156,8 +156,8 @@ def _head_config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], descr
         initializer_range=values.number("initializer_range", 0.02),
         layer_family="qwen3" if layer + "self_attn.q_norm.weight" in tensors else "llama",
         norm_before_residual=_norm_before_residual(described),
-        norm_before_fc=_norm_flag(checkpoint, values, ("norm_before_fc",), "input_norm.weight" in tensors, "input_norm.weight"),
-        fc_norm=_norm_flag(checkpoint, values, ("fc_norm", "use_aux_norm"), "fc_norm.0.weight" in tensors, "fc_norm.0.weight"),
+        norm_before_fc=_norm_flag(checkpoint, tensors, values, "input_norm.weight", ("norm_before_fc",)),
+        fc_norm=_norm_flag(checkpoint, tensors, values, "fc_norm.0.weight", ("fc_norm", "use_aux_norm")),
         norm_output=bool(values.flag("norm_output")) and described.algorithm == "eagle3",
         share_embeddings=not has_table,
         share_lm_head=not has_output,
@@ -231,8 +231,8 @@ def _captured_streams(
     hidden: int,
     fc_width: int,
     target: PreTrainedConfig | None,
-) -> tuple[int, list[int], int, PreTrainedConfig | None]:
-    """Number of streams, their ids (entering), the target's width, and its configuration if it was looked up."""
+) -> tuple[list[int], int, PreTrainedConfig | None]:
+    """The ids of the captured streams (entering), the target's width, and its configuration if it was looked up."""
     values = described.values
     layer_ids = options.target_layer_ids or entering_layer_ids(values)
     width = None if target is None else target.hidden_size
@@ -271,7 +271,7 @@ def _captured_streams(
                 f"{checkpoint.name}: eagle_aux_hidden_state_layer_ids is missing, and fc.weight reads {count} streams, for "
                 "which there is no default. Pass target_layer_ids=[...]."
             )
-    return count, list(layer_ids), width, target
+    return list(layer_ids), width, target
 
 
 def entering_layer_ids(values: Values) -> list[int] | None:
@@ -349,8 +349,9 @@ def _mask_token_id(values: Values, options: ReadOptions, vocab: int) -> int:
         found = {"mask_token_id=": options.mask_token_id}
     if not found:
         raise FormatError(
-            f"{values.where}: the mask token's id is missing (none of dflash_config.mask_token_id, {', '.join(MASK_KEYS)}). "
-            "Pass mask_token_id= (scripts/convert.py: --mask-token-id) with the id the head was trained with."
+            f"{values.where}: the mask token's id is missing (none of dflash_config.mask_token_id, "
+            f"{', '.join(MASK_KEYS)}). Pass mask_token_id= (scripts/convert.py: --mask-token-id) with the id the "
+            "head was trained with."
         )
     key, mask = next(iter(found.items()))
     if len(set(found.values())) > 1:
@@ -370,9 +371,9 @@ def _norm_before_residual(described: Described) -> bool:
     return bool(described.values.flag(key))
 
 
-def _norm_flag(checkpoint: Checkpoint, values: Values, keys: tuple[str, ...], present: bool, tensor: str) -> bool:
+def _norm_flag(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], values: Values, tensor: str, keys: tuple[str, ...]) -> bool:
     """A norm before `fc`: the config's word and the tensors must not contradict each other; tensors alone suffice."""
-    nested = values.section("eagle_config")
+    present, nested = tensor in tensors, values.section("eagle_config")
     said = [(source, key, source.flag(key, None)) for source in (values, nested) for key in keys]
     said = [(source, key, value) for source, key, value in said if value is not None]
     if present and said and not any(value for *_, value in said):
@@ -439,8 +440,8 @@ def _check_tensors(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], con
         if name not in shapes:
             raise FormatError(
                 f"{checkpoint.name}: {own} (shape {tuple(tensor.shape)}) has no place in a head of this kind "
-                f"({config.algorithm}, {config.num_hidden_layers} layers of the {config.layer_family} family, attention_bias "
-                f"{config.attention_bias}); the format is another one, or a part of the network is not supported."
+                f"({config.algorithm}, {config.num_hidden_layers} layers of the {config.layer_family} family, "
+                f"attention_bias {config.attention_bias}); the format is another one, or a part of the network is not supported."
             )
         fits = tensor.numel() == shapes[name].numel() if name == "mask_hidden" else tensor.shape == shapes[name]
         if not fits:

@@ -60,8 +60,8 @@ def write(
     check_layer_ids(config)
     if config.hidden_size != config.target_hidden_size:
         raise FormatError(
-            f"hidden_size {config.hidden_size} differs from target_hidden_size {config.target_hidden_size}: the speculators "
-            "library builds heads as wide as their target only. Use --to vllm."
+            f"hidden_size {config.hidden_size} differs from target_hidden_size {config.target_hidden_size}: the "
+            "speculators library builds heads as wide as their target only. Use --to vllm."
         )
     if config.mlp_bias:
         raise FormatError("mlp_bias is true, which vLLM and speculators do not build for every family; not written.")
