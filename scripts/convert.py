@@ -63,7 +63,9 @@ def convert(args: argparse.Namespace) -> None:
     writer = vllm if args.to == "vllm" else speculators
     folder = writer.write(head, args.destination, target, tokenizer, args.mask_token_id, args.max_shard_size)
     name = args.target or head.config.target_name_or_path or "TARGET"
-    print(f"written: {folder}\nserve it with:\n{vllm.serve_command(folder, name, head.config.draft_length, args.parallel)}")
+    print(f"written: {folder}")
+    if not args.parallel or check_vllm.check(folder).passed:
+        print(f"serve it with:\n{vllm.serve_command(folder, name, head.config.draft_length, args.parallel)}")
 
 
 def load_head(args: argparse.Namespace) -> PEagleDrafterModel:

@@ -342,9 +342,9 @@ def _agreed(checkpoint: Checkpoint, what: str, claims: list[tuple[str, int | Non
 
 def _mask_token_id(values: Values, options: ReadOptions, vocab: int) -> int:
     """The first of the known keys, in vLLM's order, unless the caller gives one."""
-    found = {"dflash_config.mask_token_id": values.section("dflash_config").integer("mask_token_id", minimum=0)}
-    found |= {key: values.integer(key, minimum=0) for key in MASK_KEYS}
-    found = {key: value for key, value in found.items() if value is not None}
+    said = {"dflash_config.mask_token_id": values.section("dflash_config").integer("mask_token_id", minimum=0)}
+    said |= {key: values.integer(key, minimum=0) for key in MASK_KEYS}
+    found = {key: value for key, value in said.items() if value is not None}
     if options.mask_token_id is not None:
         found = {"mask_token_id=": options.mask_token_id}
     if not found:
@@ -358,7 +358,7 @@ def _mask_token_id(values: Values, options: ReadOptions, vocab: int) -> int:
         logger.warning("%s names several mask ids (%s); %s counts, as in vLLM.", values.where, found, key)
     if mask >= vocab:
         raise FormatError(f"{values.where}: {key} is {mask}, outside the vocabulary of {vocab} (embed_tokens.weight).")
-    return mask  # type: ignore
+    return mask
 
 
 def _norm_before_residual(described: Described) -> bool:

@@ -52,7 +52,7 @@ def export_tensors(head: PEagleDrafterModel, target: PreTrainedModel | None, tok
     if config.share_embeddings and peagle:
         assert borrowed is not None
         mask_token_id = choose_mask_token(config, tokenizer, mask_token_id)
-        table = head.embed(torch.arange(config.vocab_size, device=_table_device(target)), borrowed)
+        table = head.embed(torch.arange(config.vocab_size, device=borrowed.embed_tokens.weight.device), borrowed)
         table = table.detach().cpu().clone()
         table[mask_token_id] = tensors.pop("mask_embedding").to(table.dtype)
         tensors["embed_tokens.weight"] = table
@@ -173,8 +173,3 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         out[name] = tensor.clone() if pointer in seen else tensor
         seen.add(pointer)
     return out
-
-
-def _table_device(target: PreTrainedModel | None) -> torch.device:
-    assert target is not None
-    return target.get_input_embeddings().weight.device  # type: ignore
