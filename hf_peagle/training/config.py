@@ -8,9 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-Algorithm = Literal["peagle", "eagle3"]
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 def _option(default: Any, help: str) -> Any:
@@ -28,7 +26,7 @@ class TrainingConfig:
     prompts: list[str] = _option([], "prompt files (JSONL), each LOCATION or LOCATION=WEIGHT; empty: answers exist")
     answers: str = _option("", "folder of answer shards; default OUTPUT/answers")
     features: str = _option("", "folder of cached features; default OUTPUT/features")
-    eval_answers: str = _option("", "folder of held-out greedy answers; empty: a slice of the training answers")
+    eval_answers: str = _option("", "folder of held-out greedy answers; empty: the first training documents, which says nothing about new text")
     output: str = _option("", "folder of the run; the finished head is in OUTPUT/head")
     device: str = _option("auto", "auto, cpu or cuda")
     target_dtype: str = _option("auto", "dtype of the target: auto (bfloat16 where the hardware has it), float32, ...")
@@ -43,9 +41,8 @@ class TrainingConfig:
     init_layers: str = _option("random", "'target': start the layers as copies of the target's last ones; 'random'")
     init_fc: str = _option("random", "'stream': fc starts by passing on the last captured stream; 'random'")
     init_from: str = _option("", "folder of a head to start from instead")
-    algorithm: str = _option("peagle", "peagle (parallel), or eagle3 (sequential baseline)")
     # Rows and loss
-    num_depths: int = _option(8, "K_train: depths of the rollouts, or steps of eagle3's training-time test")
+    num_depths: int = _option(8, "K_train: depths of the rollouts")
     retention: float = _option(0.8, "share of rollouts kept at each further depth")
     warm_depth0_steps: int = _option(0, "first steps with depth 0 only")
     depth_weights: list[float] = _option([], "loss weight per depth; empty: all 1")
@@ -175,7 +172,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "algorithm": get_args(Algorithm),
     "loss": ("kl", "ce"),
     "optimizer": ("muon", "adamw"),
     "init_layers": ("target", "random"),
