@@ -26,7 +26,7 @@ class TrainingConfig:
     prompts: list[str] = _option([], "prompt files (JSONL), each LOCATION or LOCATION=WEIGHT; empty: answers exist")
     answers: str = _option("", "folder of answer shards; default OUTPUT/answers")
     features: str = _option("", "folder of cached features; default OUTPUT/features")
-    eval_answers: str = _option("", "folder of held-out greedy answers; empty: the first training documents, which says nothing about new text")
+    eval_answers: str = _option("", "folder of held-out greedy answers; empty: training documents (not held out)")
     output: str = _option("", "folder of the run; the finished head is in OUTPUT/head")
     device: str = _option("auto", "auto, cpu or cuda")
     target_dtype: str = _option("auto", "dtype of the target: auto (bfloat16 where the hardware has it), float32, ...")
