@@ -142,6 +142,9 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         head = PEagleDrafterModel.from_pretrained(config.init_from, dtype=torch.float32)
         if not torch.equal(head.draft_token_ids, token_ids):
             raise ValueError(f"init_from={config.init_from}: the head there has another draft vocabulary than this run")
+        # What the head says about its training is this run's, not that of the run it starts from.
+        head.config.num_depths = config.num_depths
+        head.config.draft_length = min(config.draft_length, config.num_depths)
     else:
         head = new_head(target, config, token_ids)
     logger.info("%.2f M trained parameters", sum(p.numel() for p in head.parameters()) / 1e6)
