@@ -19,14 +19,24 @@ def check_pair(target: PreTrainedModel, head: Any, generation_config: Generation
     if getattr(target, "_is_stateful", False):
         raise ValueError(f"{name} keeps a recurrent state that cannot be rolled back after a rejected draft. Generate without assistant_model.")
     if not model_kwargs.get("use_cache", True):
-        raise ValueError("use_cache=False: verifying drafts needs the target's cache. Drop use_cache or assistant_model.")
-    _, cache = find_cache(model_kwargs)
+        raise ValueError(
+            "use_cache=False (of the call, a generation config, or the target's own): verifying drafts needs the target's "
+            "cache. Pass use_cache=True, or generate without assistant_model."
+        )
+    check_cache(target, find_cache(model_kwargs)[1])
+
+
+def check_cache(target: PreTrainedModel, cache: Any) -> None:
+    """
+    Raises `ValueError` if rejected drafts cannot be removed from `cache`. Called again after the prefill, as layers that
+    keep other states than keys and values can be judged only then.
+    """
+    name = type(target).__name__
     if not isinstance(cache, Cache):
         raise ValueError(
             f"{name} was given a cache of type {type(cache).__name__}, which is not a transformers Cache. Pass a "
             "DynamicCache or none, or generate without assistant_model."
         )
-    # Only layers that know before their first use can be judged here; recurrent ones were refused above.
     stuck = sorted({type(layer).__name__ for layer in getattr(cache, "layers", []) if not _is_croppable(layer)})
     if stuck:
         raise ValueError(
@@ -57,23 +67,21 @@ def check_fit(target: PreTrainedModel, head: Any) -> None:
         )
 
 
-def plain_decoding_reason(synced_gpus: bool) -> str | None:
+def plain_decoding_reason(synced_gpus: bool, generation_config: GenerationConfig) -> str | None:
     """Why this call should decode without drafts, or `None`."""
+    if generation_config.num_beams > 1:
+        return f"beam search (num_beams={generation_config.num_beams}) has no use for drafts"
     if synced_gpus:
         return "processes of a sharded target must run the same number of passes (synced_gpus=True)"
     return None
 
 
 def _is_croppable(layer: Any) -> bool:
-    # A linear-attention layer answers for its states only once it is initialised; asking before may not be possible.
-    try:
-        return bool(layer.is_croppable) or (not getattr(layer, "is_initialized", True) and _decides_later(layer))
-    except AttributeError:
-        return _decides_later(layer)
-
-
-def _decides_later(layer: Any) -> bool:
-    return "LinearAttention" in type(layer).__name__
+    # transformers answers "no" for a layer of convolutions or recurrences until the first pass has shown which it has.
+    recurrent = getattr(layer, "is_recurrent_states_initialized", None)
+    if recurrent is not None and not any(recurrent.values()):
+        return True
+    return bool(layer.is_croppable)
 
 
 def _made_for(config: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .compatibility import check_pair, plain_decoding_reason
+from .compatibility import check_cache, check_pair, plain_decoding_reason
 from .drafting import DraftState, align_left
 from .features import FeatureCapture
 from .recording import Recorder
@@ -61,9 +61,10 @@ def peagle_decode(
         ValueError: the head does not fit the target, or the target or its cache cannot be rolled back.
     """
     check_pair(model, assistant_model, generation_config, model_kwargs)
-    if reason := plain_decoding_reason(synced_gpus):
+    if reason := plain_decoding_reason(synced_gpus, generation_config):
         logger.warning("P-EAGLE drafting is off for this call: %s. Decoding without drafts.", reason)
-        return model._sample(
+        plain_decoding = model._beam_search if generation_config.num_beams > 1 else model._sample
+        return plain_decoding(
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -167,13 +168,15 @@ class _Call:
         """Runs the prompt and commits the first token."""
         with self.clock.section("prefill"):
             outputs = self.target.prefill()
+            check_cache(self.target.model, self.target.cache)
             features = self.capture.take(outputs, self.drafter.device)
         self.stats.target_forwards += 1
         self.recorder.prefill(outputs)
         logits = self._logits(outputs, 1)
         del outputs
         counts = self._commit(logits, self._no_drafts)
-        self._feed_prompt(features, counts)
+        if self.policy.longest:
+            self._feed_prompt(features, counts)
 
     def round(self) -> None:
         """One round: draft, verify, accept, commit."""
@@ -195,7 +198,8 @@ class _Call:
         counts = self._commit(self._logits(outputs, length + 1), drafts, outputs)
         del outputs
         self.target.keep(self._columns_to_keep(counts), length + 1)
-        self.drafter.feed(self.tokens.read(start, max(counts)), features, counts)
+        if self.policy.longest:  # else nobody would ever take what is fed
+            self.drafter.feed(self.tokens.read(start, max(counts)), features, counts)
         accepted = [count - 1 for count, was_active in zip(counts, active, strict=True) if was_active]
         self.policy.observe(length, accepted, time.perf_counter() - began)
 
@@ -278,11 +282,9 @@ class _Call:
         while True:
             end = start + count
             self.tokens.lengths = [end] * self.batch_size
+            self.tokens.reserve(end + 1)
             scores = self.processors(self.tokens.data[:, :end], logits[:, count])
-            one = _at(drafts, count)
-            # A row of scores more than drafts is expected: what follows the draft is not known to be needed yet.
-            accepted, tokens = self._accept(scores[:, None].expand(-1, one.length + 1, -1), one)
-            tokens = tokens[:, 0]
+            tokens, agrees = self._accept_one(scores, _at(drafts, count))
             done = torch.tensor(self.finished, device=self.device)
             if self.stopping.has_eos:
                 tokens = torch.where(done, self.pad_id, tokens)
@@ -293,7 +295,7 @@ class _Call:
             count += 1
             ended = done | self.stopping.criteria(self.tokens.data[:, : end + 1], self.recorder.scores_so_far())
             # A finished row is padded and needs no agreement; without an end token it goes on like the others.
-            agrees = (accepted > 0) | (ended & self.stopping.has_eos) if one.length else torch.zeros_like(ended)
+            agrees = agrees | (ended & self.stopping.has_eos) if count <= drafts.length else torch.zeros_like(ended)
             report = torch.stack([ended, agrees]).tolist()
             self.stats.host_reads += 1
             self.finished = [bool(x) for x in report[0]]
@@ -305,11 +307,24 @@ class _Call:
         """Accepted drafts per row and the tokens: greedy, sampled with plain sampling's own noise, or by rejection."""
         if self.samples_drafts:
             return accept_sampled(scores, drafts)
+        return accept_choices(self._choose(scores), drafts)
+
+    def _accept_one(self, scores: torch.Tensor, draft: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+        """One position alone, `[batch, vocab]`: the tokens, and in which rows they are the draft (if there is one)."""
+        if self.samples_drafts:
+            # A row of scores more than drafts is expected; it is not looked at.
+            accepted, tokens = accept_sampled(scores[:, None].expand(-1, draft.length + 1, -1), draft)
+            return tokens[:, 0], accepted > 0
+        tokens = self._choose(scores[:, None])[:, 0]
+        return tokens, (tokens[:, None] == draft.tokens).any(dim=1)
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """The target's own tokens `[batch, q]` for scores `[batch, q, vocab]` of the next `q` positions."""
         if self.noise is None:
-            return accept_choices(scores.argmax(dim=-1), drafts)
+            return scores.argmax(dim=-1)
         starts = [length - self.prompt_width for length in self.tokens.lengths]
         noise = self.noise.block(starts, scores.shape[1], scores.shape[2])
-        return accept_choices((scores.softmax(dim=-1) / noise).argmax(dim=-1), drafts)
+        return (scores.softmax(dim=-1) / noise).argmax(dim=-1)
 
     # ------------------------------------------------------------------ the end
 

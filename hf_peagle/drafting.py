@@ -12,6 +12,9 @@ from .cuda_graphs import DraftGraphs, draft_graphs, refusal
 from .verification import Drafts
 
 
+LONGEST_STATIC_BUFFERS = 1 << 18  # columns
+
+
 class DraftState:
     """
     Feeds a head with committed (token, feature) rows and asks it for drafts.
@@ -40,6 +43,8 @@ class DraftState:
         self.warpers = warpers
         self.graphs: DraftGraphs | None = None
         self.graph_note = refusal(head, warpers is not None) or "captured"
+        if self.graph_note == "captured" and columns > LONGEST_STATIC_BUFFERS:
+            self.graph_note = f"the call allows {columns} tokens, too many to reserve in advance"
         if self.graph_note == "captured":
             self.graphs = stack.enter_context(draft_graphs(head, target, batch_size, columns))
             if self.graphs is None:

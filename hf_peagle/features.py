@@ -30,8 +30,11 @@ class FeatureCapture:
         """
         self.layer_ids = layer_ids
         self.all_states = all_states
-        self.native = all_states or (records_hidden_states(target) and not chunked_prefill)
-        self._layers = None if self.native else find_decoder_layers(target)
+        records = records_hidden_states(target)
+        self._layers = None if records and not chunked_prefill else find_decoder_layers(target)
+        # Without layers to hook, what the outputs hold must do: of a chunked prompt that is the last chunk.
+        self.native = self._layers is None and (records or all_states)
+        self._listening = False
         self._seen: dict[int, list[torch.Tensor]] = {}
         if not self.native and self._layers is None:
             raise ValueError(
@@ -47,6 +50,15 @@ class FeatureCapture:
         return {"output_hidden_states": list(self.layer_ids)}
 
     @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around every pass to be captured: a processor or criterion may run the same model for its own ends."""
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    @contextmanager
     def active(self) -> Iterator[None]:
         """Keeps hooks installed for the block, if this target needs them."""
         if self.native:
@@ -58,7 +70,7 @@ class FeatureCapture:
         handles = []
 
         def remember(index: int, state: torch.Tensor) -> None:
-            if threading.get_ident() == owner:
+            if self._listening and threading.get_ident() == owner:
                 self._seen.setdefault(index, []).append(state)
 
         for index in self.layer_ids:

@@ -35,6 +35,7 @@ class Recorder:
 
     def prefill(self, outputs: Any) -> None:
         """Keeps the whole-prompt entries that plain decoding returns as the first step's."""
+        self.wants_states = self.wants_states and outputs.hidden_states is not None
         if self.wants_states:
             self._prefill_states = outputs.hidden_states
         if self.wants_attentions and outputs.attentions is not None and outputs.attentions[0] is not None:

@@ -183,6 +183,11 @@ def _requested_length(generation_config: GenerationConfig, config: PEagleConfig)
         return None
     if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
         raise ValueError(f"num_assistant_tokens={asked!r}: give the number of tokens to draft per round, or 0 for plain decoding.")
+    if asked > config.max_position_embeddings:
+        raise ValueError(
+            f"num_assistant_tokens={asked}: more than the head has positions (max_position_embeddings={config.max_position_embeddings}). "
+            f"Give a number up to its {config.num_depths} trained depths."
+        )
     if asked > config.num_depths and (asked, config.num_depths) not in _warned:
         _warned.add((asked, config.num_depths))
         logger.warning(

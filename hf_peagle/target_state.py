@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class TargetState:
     def prefill(self) -> Any:
         """Runs the prompt as plain decoding does and returns the model's outputs for its (new) rows."""
         kwargs = {**self.kwargs, **self.capture.forward_kwargs}
-        outputs = self.model._prefill(self.input_ids, self.generation_config, kwargs)
+        with self.capture.listening():
+            outputs = self.model._prefill(self.input_ids, self.generation_config, kwargs)
         _, self.cache = find_cache(outputs)
         self.width = int(self.cache.get_seq_length())
         self.mask = self.kwargs.pop("attention_mask", None)
@@ -109,9 +111,6 @@ class TargetState:
         if self.graph_note == "captured":
             self.graphs = verify_graphs(self.model, self.cache, self.capture, self.batch_size)
             self.graphs.begin(self.mask)
-        # Sliding layers drop what left the window unless told to keep it until `crop`; after the prefill, as
-        # before it they would keep the whole prompt.
-        self.cache.activate_past_recording()
         return outputs
 
     def verify(self, tokens: torch.Tensor, device: torch.device) -> tuple[Any, torch.Tensor]:
@@ -149,16 +148,28 @@ class TargetState:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = q
         inputs.update(self.capture.forward_kwargs)
-        return self.model(**inputs, return_dict=True)
+        with self.capture.listening():
+            return self.model(**inputs, return_dict=True)
 
     def _prepare(self, tokens: torch.Tensor, q: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.needs_no_preparation:
             return {"input_ids": tokens, **kwargs}
         return self.model.prepare_inputs_for_generation(tokens, next_sequence_length=q, is_first_iteration=False, **kwargs)
 
-    def decoding(self) -> contextlib.AbstractContextManager[None]:
-        """transformers' own switch of expert kernels for small passes."""
-        return self.model._optimize_model_for_decode()
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Around the rounds: transformers' own switch of expert kernels for small passes, and layers that can roll back."""
+        # Sliding layers drop what left the window unless told to keep it until `crop`. Told so before the prefill they would
+        # keep the whole prompt, and after the call, in a cache of the user's, everything.
+        layers = [layer for layer in getattr(self.cache, "layers", []) if hasattr(layer, "record_past")]
+        recorded = [layer.record_past for layer in layers]
+        self.cache.activate_past_recording()
+        try:
+            with self.model._optimize_model_for_decode():
+                yield
+        finally:
+            for layer, before in zip(layers, recorded, strict=True):
+                layer.record_past = before
 
     # ------------------------------------------------------------------ rolling back
 
