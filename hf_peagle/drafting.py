@@ -11,7 +11,6 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from .cuda_graphs import DraftGraphs, draft_graphs, refusal
 from .verification import Drafts
 
-
 LONGEST_STATIC_BUFFERS = 1 << 18  # columns
 
 
