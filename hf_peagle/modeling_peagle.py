@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import ModelOutput
 
 from .configuration_peagle import PEagleConfig
-from .custom_generate_file import write_custom_generate
 from .drafter_cache import DrafterCache
 from .integration import PEagleGenerationMixin, install
+from .saving import SelfContainedSaving
 
 
 @dataclass
@@ -159,7 +159,7 @@ class PEagleDecoderLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
+class PEagleDrafterModel(PEagleGenerationMixin, SelfContainedSaving, PreTrainedModel):
     """
     A P-EAGLE head. Pass it to `target.generate(..., assistant_model=head)`.
 
@@ -260,21 +260,6 @@ class PEagleDrafterModel(PEagleGenerationMixin, PreTrainedModel):
             )
         head.check_vocabulary_map()
         return (head, info) if wants_info else head
-
-    def save_pretrained(self, save_directory: Any, *args: Any, save_code: bool = True, **kwargs: Any) -> None:
-        """
-        As in transformers: weights, configuration and the code that `trust_remote_code=True` runs, plus
-        `custom_generate/`. With `save_code=False` no code is written, and loading needs the installed package.
-        """
-        auto_classes = (type(self)._auto_class, type(self.config)._auto_class)
-        if not save_code:
-            type(self)._auto_class = type(self.config)._auto_class = None
-        try:
-            super().save_pretrained(save_directory, *args, **kwargs)
-        finally:
-            type(self)._auto_class, type(self.config)._auto_class = auto_classes
-        if save_code:
-            write_custom_generate(save_directory)
 
     def check_vocabulary_map(self) -> None:
         """Raises `ValueError` unless `d2t` leads to distinct ids inside the vocabulary that `t2d` marks."""
