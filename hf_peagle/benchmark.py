@@ -138,10 +138,7 @@ def run_benchmark(
         "machine": machine(torch.device(options.device)),
         "target": f"{Path(folder).name} ({target_origin(folder)})",
         "drafter": Path(options.drafter).name if options.drafter else "untrained",
-        "settings": {
-            **asdict(options),
-            **{n: Path(getattr(options, n) or "").name for n in ("target", "drafter", "eagle3", "assistant")},
-        },
+        "settings": _without_folders(options),
         "prompts": {"count": len(prompts), "ids": [prompt.id for prompt in prompts], "sha256": _fingerprint(prompts)},
         "rows": readme_rows(sections[0]),
         "sections": sections,

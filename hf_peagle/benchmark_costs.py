@@ -166,17 +166,19 @@ def _tasks_of(variant: Variant, context_ids: torch.Tensor, verify_rows: Sequence
     batch, context = context_ids.shape
     capture = FeatureCapture(target, head.config.target_layer_ids)
     cache_name = _cache_argument(target)
-    cache = DynamicCache(config=target.config)
-    use_buffers(cache)
+    cache, plain_cache = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    use_buffers(cache)  # as the drafting loop does; plain decoding has its cache as transformers makes it
     with capture.active():
         outputs = target(input_ids=context_ids, use_cache=True, **{cache_name: cache}, **capture.forward_kwargs)
         features = capture.take(outputs, head.device)
+    target(input_ids=context_ids, use_cache=True, **{cache_name: plain_cache})
     del outputs
     cache.activate_past_recording()
+    plain_cache.activate_past_recording()
     tokens = context_ids[:, :1].expand(batch, max(verify_rows)).contiguous()
 
     def plain() -> None:
-        target(input_ids=tokens[:, :1], use_cache=True, **{cache_name: cache})
+        target(input_ids=tokens[:, :1], use_cache=True, **{cache_name: plain_cache})
 
     def verify(q: int) -> None:
         with capture.active():
@@ -189,7 +191,7 @@ def _tasks_of(variant: Variant, context_ids: torch.Tensor, verify_rows: Sequence
     def verifying(q: int) -> Callable[[], None]:
         return lambda: verify(q)
 
-    tasks = [_Task(variant.label, "plain", 1, plain, undo(1))]
+    tasks = [_Task(variant.label, "plain", 1, plain, lambda: plain_cache.crop(-1))]
     tasks += [_Task(variant.label, "verify", q, verifying(q), undo(q)) for q in verify_rows]
 
     own_cache, borrowed = head.new_cache(batch), head.borrow(target)
