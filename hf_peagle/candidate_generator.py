@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .compatibility import check_fit
+from .features import states_request
 from .modeling_peagle import PEagleDrafterModel
 
 
@@ -33,7 +34,7 @@ class PEagleCandidateGenerator(CandidateGenerator):
         self.head = head
         self.num_tokens = num_tokens
         self.max_length = max_length
-        self.model_kwargs_overrides = {"output_hidden_states": list(head.config.target_layer_ids)}
+        self.model_kwargs_overrides = {"output_hidden_states": states_request(head.config.target_layer_ids)}
         self._borrowed = head.borrow(target)
         self._cache = head.new_cache(1)
         self.drafts: list[list[int]] = []

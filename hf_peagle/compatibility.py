@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, QuantizedLayer
 
 from .target_state import find_cache
 
@@ -77,6 +77,8 @@ def plain_decoding_reason(synced_gpus: bool, generation_config: GenerationConfig
 
 
 def _is_croppable(layer: Any) -> bool:
+    if isinstance(layer, QuantizedLayer):  # older releases say yes, but cannot crop what is quantised already
+        return False
     # transformers answers "no" for a layer of convolutions or recurrences until the first pass has shown which it has.
     recurrent = getattr(layer, "is_recurrent_states_initialized", None)
     if recurrent is not None and not any(recurrent.values()):

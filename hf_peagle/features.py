@@ -8,8 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
+
+# output_hidden_states=[i] of older releases gives the output of layer i, which is stream i + 1, and never stream 0.
+SELECTS_STREAMS = Version(transformers.__version__).release >= (5, 23)
 
 
 class FeatureCapture:
@@ -18,7 +23,7 @@ class FeatureCapture:
     after the final norm) and concatenates them to features `[batch, rows, len(layer_ids) * target_hidden_size]`.
 
     Models whose forward records hidden states by hooks of transformers are asked for just these layers
-    (`output_hidden_states=[ids]`). Others get hooks of ours on their decoder layers while `active()` is open; the hooks
+    (`output_hidden_states=[ids]`, transformers >= 5.23). Others get hooks of ours on their decoder layers while `active()` is open; the hooks
     listen to the thread that opened it only, so concurrent calls on one target do not mix.
     """
 
@@ -31,7 +36,8 @@ class FeatureCapture:
         self.layer_ids = layer_ids
         self.all_states = all_states
         records = records_hidden_states(target)
-        self._layers = None if records and not chunked_prefill else find_decoder_layers(target)
+        selects = all_states or SELECTS_STREAMS
+        self._layers = None if records and selects and not chunked_prefill else find_decoder_layers(target)
         # Without layers to hook, what the outputs hold must do: of a chunked prompt that is the last chunk.
         self.native = self._layers is None and (records or all_states)
         self._listening = False
@@ -47,7 +53,7 @@ class FeatureCapture:
         """Arguments to add to the target's forward."""
         if self.all_states or not self.native:
             return {}
-        return {"output_hidden_states": list(self.layer_ids)}
+        return {"output_hidden_states": states_request(self.layer_ids)}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -106,6 +112,11 @@ class FeatureCapture:
                 "accept output_hidden_states; generate without assistant_model, or use a head made for this target."
             )
         return torch.cat([state.to(device) for state in picked], dim=-1)
+
+
+def states_request(layer_ids: list[int]) -> list[int] | bool:
+    """The value of `output_hidden_states` that gives these streams at their own places in `hidden_states`."""
+    return list(layer_ids) if SELECTS_STREAMS else True
 
 
 def records_hidden_states(target: PreTrainedModel) -> bool:

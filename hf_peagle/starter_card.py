@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TAGS = ("peagle", "speculative-decoding", "eagle3", "custom_generate")
+TAGS = ("peagle", "speculative-decoding", "custom_generate")
 
 
 def starter_card(config: Any, repo_id: str, has_code: bool = True, tags: list[str] | None = None) -> str:
