@@ -9,8 +9,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
+from transformers import GenerationMixin
 
-_collector: ContextVar[list[SpeculationStats] | None] = ContextVar("peagle_statistics", default=None)
+# One for all copies of this code in the process (package, remote code), so that a block sees the calls of every head.
+_collector: ContextVar[list[SpeculationStats] | None] = getattr(GenerationMixin, "_peagle_statistics", None) or ContextVar(
+    "peagle_statistics", default=None
+)
+GenerationMixin._peagle_statistics = _collector
 
 
 @dataclass
