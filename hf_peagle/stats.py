@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 _collector: ContextVar[list[SpeculationStats] | None] = getattr(GenerationMixin, "_peagle_statistics", None) or ContextVar(
     "peagle_statistics", default=None
 )
-GenerationMixin._peagle_statistics = _collector
+GenerationMixin._peagle_statistics = _collector  # type: ignore[attr-defined]
 
 
 @dataclass
