@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-import hf_peagle
 from hf_peagle import PEagleDrafterModel, SpeculationStats, collect_statistics
 from hf_peagle.example_target import example_target, target_origin
 
@@ -28,11 +27,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--num-assistant-tokens", type=int, help="tokens drafted per round (default: the head's own)")
+    parser.add_argument("--num-assistant-tokens", type=int, help="tokens drafted per round (default: chosen while decoding)")
     parser.add_argument("--target", help="folder or Hub id of the target (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--head", default=str(HEAD), help="folder or Hub id of the head")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each kind, in turn; medians are printed")
-    parser.add_argument("--no-optimize", action="store_true", help="leave the layers as they are, on CPU too")
     return parser.parse_args()
 
 
@@ -43,8 +41,6 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     head = head.to(target.device)
-    if not arguments.no_optimize:
-        optimize(target, head)
 
     chat = [{"role": "user", "content": arguments.prompt}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -76,14 +72,6 @@ def load_head(location: str) -> PEagleDrafterModel:
             "Give the folder or Hub id of a head with --head, or train one:\n"
             "  python scripts/train.py --help"
         )
-
-
-def optimize(target: Any, head: Any) -> None:
-    """On CPU, packs the weights of both for passes over a few tokens, if this installation can."""
-    optimize_for_cpu = getattr(hf_peagle, "optimize_for_cpu", None)
-    if optimize_for_cpu is not None and target.device.type == "cpu":
-        optimize_for_cpu(target)
-        optimize_for_cpu(head)
 
 
 def timed(target: Any, inputs: Any, options: dict[str, Any]) -> tuple[torch.Tensor, float, SpeculationStats | None]:

@@ -36,9 +36,10 @@ from .benchmark_methods import (
 from .benchmark_options import DTYPES, BenchmarkOptions, parse_arguments
 from .benchmark_plots import plot
 from .benchmark_prompts import EncodedPrompt, encode_with, select_prompts
-from .benchmark_records import Records, command_line, git_commit, machine, now, write_atomically
+from .benchmark_records import Records, command_line, git_commit, machine, now
 from .benchmark_report import readme_rows, summarise, to_markdown
 from .example_target import example_target, target_origin
+from .files import write_text
 from .modeling_peagle import PEagleDrafterModel
 from .training.prompts import Prompt
 
@@ -313,9 +314,9 @@ def main(argv: Sequence[str] | None = None, load: Callable[[BenchmarkOptions, st
     result = run_benchmark(options, load, partial, output.resume, command)
     text = to_markdown(result)
     if json_path is not None:
-        write_atomically(json_path, json.dumps(result, indent=1) + "\n")
+        write_text(json_path, json.dumps(result, indent=1) + "\n")
     if output.markdown is not None:
-        write_atomically(output.markdown, text)
+        write_text(output.markdown, text)
     else:
         sys.stdout.write(text)
     if output.plot is not None:

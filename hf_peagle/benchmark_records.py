@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from .files import write_text
 from .version import __version__
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Records:
                 f"{path} was measured with other settings or prompts ({_difference(found[0], header)}); use the same ones or delete the file."
             )
         if not found or len(whole) < len(lines):
-            write_atomically(path, "".join(whole) or json.dumps(header) + "\n")
+            write_text(path, "".join(whole) or json.dumps(header) + "\n")
         for record in found[1:]:
             self._records[_key(record)] = record
 
@@ -81,14 +82,6 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     settings = (old.get("settings", {}), new.get("settings", {}))
     names = sorted(n for n in settings[0].keys() | settings[1].keys() if settings[0].get(n) != settings[1].get(n))
     return ", ".join(f"{n}: {settings[0].get(n)} then, {settings[1].get(n)} now" for n in names) or "other prompts"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes `path` so that it is never seen half-written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def command_line(arguments: Sequence[str]) -> str:

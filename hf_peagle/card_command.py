@@ -11,6 +11,7 @@ from typing import Any
 
 from . import head_card
 from .check_folder import first_difference
+from .files import write_text
 from .head_card import CardError
 from .model_card import make_card
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             return compare(options.folder)
         update(options.folder, options.evaluation, options.how, options.benchmark, options.license)
-        head_card.write_text(options.folder / "README.md", make_card(options.folder))
+        write_text(options.folder / "README.md", make_card(options.folder))
     except (CardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -174,9 +174,9 @@ class _Call:
         self.recorder.prefill(outputs)
         logits = self._logits(outputs, 1)
         del outputs
-        counts = self._commit(logits, self._no_drafts)
+        self._commit(logits, self._no_drafts)
         if self.policy.longest:
-            self._feed_prompt(features, counts)
+            self._feed_prompt(features)
 
     def round(self) -> None:
         """One round: draft, verify, accept, commit."""
@@ -217,7 +217,7 @@ class _Call:
         """A finished row needs no more columns, unless rows move together."""
         return [max(counts)] * self.batch_size if self.advance_together else counts
 
-    def _feed_prompt(self, features: torch.Tensor, counts: list[int]) -> None:
+    def _feed_prompt(self, features: torch.Tensor) -> None:
         """Slot j pairs the feature at j with the token at j + 1: the prompt shifted by one, then the first new token."""
         n = features.shape[1]
         ids = self.tokens.data[:, : self.prompt_width + 1]
@@ -284,7 +284,7 @@ class _Call:
             self.tokens.lengths = [end] * self.batch_size
             self.tokens.reserve(end + 1)
             scores = self.processors(self.tokens.data[:, :end], logits[:, count])
-            tokens, agrees = self._accept_one(scores, _at(drafts, count))
+            tokens, agrees = self._accept_one(scores, drafts.at(count))
             done = torch.tensor(self.finished, device=self.device)
             if self.stopping.has_eos:
                 tokens = torch.where(done, self.pad_id, tokens)
@@ -349,11 +349,3 @@ class _Call:
         output = GenerateDecoderOnlyOutput(sequences=sequences, **{self.target.cache_name: self.target.cache}, **self.recorder.result())
         output.speculation = self.stats
         return output
-
-
-def _at(drafts: Drafts, position: int) -> Drafts:
-    """The draft at one position alone; none beyond the last."""
-    here = slice(position, position + 1)
-    if drafts.probabilities is None or drafts.columns is None:
-        return Drafts(drafts.tokens[:, here])
-    return Drafts(drafts.tokens[:, here], drafts.probabilities[:, here], drafts.columns[:, here], drafts.token_ids)

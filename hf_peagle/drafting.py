@@ -52,7 +52,6 @@ class DraftState:
         self.cache = self.graphs.cache if self.graphs else head.new_cache(batch_size)
         self.token_ids = head.draft_token_ids if warpers is not None else None
         self.lengths = [0] * batch_size
-        self.passes = 0
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
 
     def feed(self, tokens: torch.Tensor, features: torch.Tensor, counts: list[int]) -> None:
@@ -71,7 +70,6 @@ class DraftState:
         tokens, features, counts = self._merge()
         self._waiting.clear()
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.passes += 1
         tokens, features = tokens.to(self.device), features.to(self.device)
         row_counts = torch.tensor(counts, device=self.device)
         if self.graphs is not None:

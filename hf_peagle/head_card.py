@@ -23,10 +23,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from .files import write_text
 
 FILE = "head_card.json"
 _TYPES: dict[str, type] = {
@@ -73,19 +74,6 @@ def write(folder: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
     """Writes the results file of `folder`, all or nothing."""
     check(facts, Path(folder) / FILE)
     write_text(Path(folder) / FILE, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Replaces `file`, all or nothing."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def check(facts: Any, file: Path) -> None:

@@ -103,7 +103,8 @@ class TargetState:
         for name in CACHE_NAMES:
             self.kwargs.pop(name, None)
         # The stock preparation only passes on what a plain text model on one device with a growing cache needs.
-        stock = type(self.model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation and not self.model.is_remote_code()  # type: ignore
+        preparation = getattr(type(self.model), "prepare_inputs_for_generation", None)
+        stock = preparation is GenerationMixin.prepare_inputs_for_generation and not self.model.is_remote_code()
         plain = set(self.kwargs) <= {"use_cache", "logits_to_keep"}
         on_device = self.input_ids.device == self.device
         self.needs_no_preparation = stock and plain and on_device and type(self.cache) is DynamicCache

@@ -128,6 +128,13 @@ class Drafts:
         """K."""
         return self.tokens.shape[1]
 
+    def at(self, position: int) -> Drafts:
+        """The draft at one position alone; none beyond the last."""
+        here = slice(position, position + 1)
+        if self.probabilities is None or self.columns is None:
+            return Drafts(self.tokens[:, here])
+        return Drafts(self.tokens[:, here], self.probabilities[:, here], self.columns[:, here], self.token_ids)
+
     def full_row(self, position: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """`q` over the target's vocabulary (`[batch, vocab]`) at `position` (`[batch]`); zero where it equals K."""
         row = torch.zeros_like(like)

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer
 
 from hf_peagle import collect_statistics, uninstall
 from tests.support.heads import oracle_head, random_head
@@ -45,7 +44,6 @@ def test_scores_states_and_attentions(family, lengths):
         a, b = getattr(plain, name), getattr(drafted, name)
         assert len(a) == len(b) == 24
         assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b, strict=True)), name
-    columns = [max(lengths) - n for n in lengths]
     for name in ("hidden_states", "attentions"):
         a, b = getattr(plain, name), getattr(drafted, name)
         assert len(a) == len(b)
@@ -54,7 +52,6 @@ def test_scores_states_and_attentions(family, lengths):
                 assert layer_x.shape == layer_y.shape, (name, step)
                 if step:  # at the prompt, padded places hold anything
                     assert torch.allclose(layer_x, layer_y, atol=1e-4), (name, step)
-    del columns
 
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 2, 9)])
@@ -94,7 +91,6 @@ def test_streaming(door):
     assert torch.equal(torch.cat(streamer.pieces, dim=1), out)
     assert torch.equal(streamer.pieces[0], arguments["input_ids"])
     assert streamer.ended == 1
-    assert TextIteratorStreamer is not None
 
 
 def test_custom_generate_needs_no_hook():

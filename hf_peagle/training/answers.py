@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from hf_peagle.files import write_text
 from hf_peagle.training.batch_engine import RepetitionGuard, Request, make_engine
 from hf_peagle.training.conversations import ConversationBuilder
 from hf_peagle.training.prompts import Prompt, take_shard
@@ -106,7 +106,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
 
 
 class ShardWriter:
-    """Collects rows and writes them as `answers-<process>-<number>.jsonl`, whole files only (temporary + os.replace)."""
+    """Collects rows and writes them as `answers-<process>-<number>.jsonl`, whole files only."""
 
     def __init__(self, folder: Path, prefix: str, shard_size: int) -> None:
         self.folder, self.prefix, self.shard_size = folder, prefix, shard_size
@@ -128,12 +128,7 @@ class ShardWriter:
         if not self._lines:
             return
         path = self.folder / f"{self.prefix}-{self.number:06d}.jsonl"
-        temporary = path.with_suffix(f".tmp{os.getpid()}")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write("\n".join(self._lines) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_text(path, "\n".join(self._lines) + "\n")
         self._lines, self._conversations, self.number = [], 0, self.number + 1
 
 

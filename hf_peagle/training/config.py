@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from hf_peagle.files import write_text
+
 
 def _option(default: Any, help: str) -> Any:
     if isinstance(default, list):
@@ -105,7 +107,7 @@ class TrainingConfig:
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:

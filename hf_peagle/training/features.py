@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,8 @@ from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
+
+from hf_peagle.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -250,10 +251,7 @@ def write_shard(
         "dtype": str(dtype),
         "sources": json.dumps([d.source for d in documents]),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, temporary, metadata=metadata)
-    os.replace(temporary, path)
+    replace_file(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
 
 
 def pending_shards(answers: str | Path, cache: str | Path) -> list[tuple[Path, Path]]:

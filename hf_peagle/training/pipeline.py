@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_peagle.configuration_peagle import default_target_layer_ids
+from hf_peagle.files import write_text
 from hf_peagle.modeling_peagle import PEagleDrafterModel
 
 from .answers import AnswerConfig, default_dtype, generate_answers
@@ -70,8 +71,7 @@ def draft_vocabulary(config: TrainingConfig, target: PreTrainedModel, answers: P
     token_ids = choose_vocabulary(counts, size=min(size, vocab_size), always=always)
     answered = count_tokens(documents, vocab_size, prompt_weight=0.0)
     logger.info("draft vocabulary: %d tokens cover %.2f %% of the answers", size, 100 * coverage_of(token_ids, answered))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(token_ids.tolist()), encoding="utf-8")
+    write_text(path, json.dumps(token_ids.tolist()))
     return token_ids
 
 
